@@ -1,0 +1,140 @@
+# %% [markdown]
+# # 0. Two identical requests, zero tokens reused
+#
+# Here is a prompt: a page of house rules for an assistant in a museum, and a question.
+# It is 493 tokens long. Two visitors send it at the same moment, to an engine whose prefix
+# cache is switched on. The engine has never seen it before.
+#
+# The rules are the same, the question is the same, every token is the same. How many tokens
+# of the second prompt does the cache save?
+
+# %%
+from minivllm import LLM, SamplingParams
+from minivllm.events import EventLog
+
+ROOMS = """maps and globes, clocks, telescopes, old letters, coins, ships in bottles,
+typewriters, radios, early computers, tin toys, musical boxes, cameras, bicycles, paper kites,
+lighthouse lamps, pressed flowers, puppets, keys and locks, model trains"""
+NUMBERS = """one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+fifteen sixteen seventeen eighteen nineteen"""
+
+rules = """You answer the visitors of a small museum, briefly and politely.
+Tickets are valid all day. Children do not pay. The garden has benches and a café. \
+The shop sells postcards. Please do not touch anything. Guided tours begin at noon.
+"""
+for i, (room, number) in enumerate(zip(ROOMS.split(","), NUMBERS.split(), strict=True)):
+    shows = f"Room {number} shows {room.strip()}."
+    rules += f"{shows} It is open from {8 + i % 3} to {16 + i % 4} o'clock.\n"
+rules += "The cloakroom is beside the entrance. Dogs stay outside. Photographs are welcome.\n"
+prompt = (
+    f"<|im_start|>system\n{rules}<|im_end|>\n"
+    "<|im_start|>user\nWhere can I leave my coat?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+log = EventLog()  # writes down what the engine does, for the picture below
+llm = LLM("smollm2", publish="finish", single_flight="none", observer=log)
+answer = SamplingParams(temperature=0, max_tokens=24)
+
+# %% [markdown]
+# Both at once:
+
+# %%
+first, second = llm.generate([prompt, prompt], answer)
+
+
+def show(name: str, output) -> None:
+    size, cached = len(output.prompt_token_ids), output.num_cached_tokens
+    print(
+        f"{name:7} {cached:3} of {size} prompt tokens reused · {output.outputs[0].text!r}"
+    )
+
+
+show("first", first)
+show("second", second)
+
+# %% [markdown]
+# Nothing. Not "a little less than hoped": zero tokens. The prompt was computed twice, from
+# the first token to the last.
+#
+# So the cache is broken? A third visitor comes when the first two have left, with the same
+# question.
+
+# %%
+third = llm.generate(prompt, answer)[0]
+show("third", third)
+
+# %% [markdown]
+# 480 of 493, which is everything that this cache can give, as you will see in chapter 3. The
+# cache works. It was on the whole time. It simply had nothing to offer when the second
+# request asked, because the first one had not *published* anything yet: this engine
+# publishes what a request computed when the request has finished, and by then the second
+# one had long computed its own.
+#
+# The misconception to leave behind here is that zero hits mean a broken cache. Between "the
+# same tokens" and "tokens reused" there is a chain of decisions, and each can be the one
+# that says no.
+
+# %% tags=["hide-input"] figure="puzzle.svg"
+from minivllm.drawing import draw_rows, rows_of_steps
+
+rows = rows_of_steps(event.details["chunks"] for event in log.of("schedule"))
+one, two, three = rows.values()
+begins, ends = three[0][0], three[-1][0] + three[-1][1]
+cache = [(0, begins, "free", "empty"), (begins, ends - begins, "pinned", "480 tokens")]
+draw_rows(
+    [("first", one), ("second", two), ("third", three), ("in the cache", cache)],
+    caption="Steps of the run above, from left to right; a step is as wide as its work. "
+    "Orange: prompt tokens are computed, 493 and 493 in the same step. Green: output tokens. "
+    "The cache stays empty until the first two have finished; the third computes 13 tokens.",
+)
+
+# %% [markdown]
+# ## Three questions
+#
+# A good share of this book is about keeping three questions apart:
+#
+# 1. *When does a page become visible?* When its owner ends, when its prompt is done, after
+#    each step, or even before it is computed?
+# 2. *Does another request wait for it?* The second visitor could have waited for the first
+#    one's work, and would have had an answer sooner than by doing it again. Or later.
+# 3. *When does the wait end?* When the owner has finished, or as soon as the prompt is
+#    computed?
+#
+# vLLM, SGLang and smaller engines answer them differently, mostly without saying so. The
+# engine that the chapters build has each answer as an option, so that the difference can be
+# measured in one run.
+#
+# ## How the book works
+#
+# Each chapter opens with a question and something that fails, and builds the part that
+# answers it. The cells marked with a file name, such as `minivllm/radix.py`, *are* that
+# file: the package is exported from the chapters, and a test compares the two. All outputs
+# come from runs and are checked again by the tests.
+#
+# Chapters 1 to 4 need no model and no torch: what a KV cache keeps, how a prefix is named
+# and found, and who owns a page. Chapters 5 and 6 build the model and load real weights.
+# Chapter 7 puts requests into batches. Chapter 14 closes the engine up, behind the three
+# lines that every user of vLLM knows.
+#
+# ## Exercise
+#
+# How many tokens of the third request's prompt were computed? And if the prompt had been 496
+# tokens long, exactly 31 pages of 16, how many would a third request have found in the cache?
+# (Not 496: think about what is needed to choose the first output token.)
+
+# %% tags=["solution"]
+computed = len(third.prompt_token_ids) - third.num_cached_tokens
+
+head, tail = third.prompt_token_ids[:-4], third.prompt_token_ids[-4:]
+longer = [*head, 11, 12, 13, *tail]
+for _ in range(2):
+    again = llm.generate(longer, SamplingParams(temperature=0, max_tokens=1))[0]
+print(computed, "computed ·", again.num_cached_tokens, "of", len(longer), "cached")
+
+# %%
+assert (computed, again.num_cached_tokens, len(longer)) == (13, 495, 496)
+
+# %% [markdown]
+# At least one token must go through the model, because the cache keeps keys and values and
+# no logits. This engine computes exactly one. Others compute the last page again and report
+# 480.

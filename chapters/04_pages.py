@@ -1,0 +1,731 @@
+# %% [markdown]
+# # 4. Pages
+#
+# Memory for keys and values is one big array, and it is bought before the first request
+# comes. Say we can afford 128 MiB for the model of chapter 1, at 32 bit. How many
+# requests with a 493-token prompt and 128 output tokens can be in it at once?
+
+# %%
+budget_bytes = 128 * 2**20
+bytes_per_token = (
+    24_576  # 24 layers, 2 K/V heads of 64 numbers, a key and a value, 32 bit
+)
+context = 8_192  # what the model allows
+
+print("tokens that fit:", budget_bytes // bytes_per_token)
+print(
+    "requests, each given its maximal context:",
+    budget_bytes // bytes_per_token // context,
+)
+print(
+    "requests, each given what it uses:",
+    budget_bytes // bytes_per_token // (493 + 128 - 1),
+)
+
+# %% [markdown]
+# Nobody knows how long an answer will be, so the simple allocator reserves the longest
+# one, and fits *no* request. If it knew, eight would fit. This is the observation that
+# vLLM started from: K/V memory should be handed out like an operating system hands out
+# RAM, in small equal pages, when they are needed, wherever they are free. A request then
+# holds a *page table*: which page holds tokens 0 to 15, which holds 16 to 31, and so on.
+
+# %%
+PAGE = 16
+num_pages = budget_bytes // (PAGE * bytes_per_token)
+print(
+    num_pages,
+    "pages,",
+    f"{num_pages * PAGE:,} tokens;",
+    -(-493 // PAGE),
+    "pages for a prompt",
+)
+
+# %% [markdown]
+# ## A pool
+#
+# The pool knows one thing: which pages are free. It hands out all pages that are asked
+# for, or none: a caller that got half of them would have to remember that it has to give
+# them back, and one day it would not. And it refuses to take back a page that is
+# not out. A double free does no harm when it happens. It does harm much later, when one
+# page has two owners and both write.
+
+# %% export="pages.py"
+"""K/V memory in pages: who may write where."""
+
+from collections.abc import Sequence
+
+
+class OutOfPages(MemoryError):
+    """Fewer pages are free than were asked for."""
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` tokens; all of them can be handed out.
+
+    A page is a number. Its slots, one for each token, are `page * page_size + offset`.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: page 0 goes first
+        self._is_out = bytearray(num_pages)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now."""
+        return len(self._free)
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Hand out pages, all or none. Raises `OutOfPages`."""
+        if num_pages > len(self._free):
+            raise OutOfPages(f"{num_pages} pages asked for, {len(self._free)} free")
+        pages = [self._free.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._is_out[page] = 1
+        return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Take pages back. Raises `ValueError`, and takes none, if one is not out."""
+        for page in pages:
+            if not 0 <= page < self.num_pages or not self._is_out[page]:
+                raise ValueError(f"page {page} is not allocated")
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"a page appears twice in {list(pages)}")
+        for page in pages:
+            self._is_out[page] = 0
+        self._free.extend(pages)
+
+
+# %%
+pool = PagePool(num_pages=4, page_size=PAGE)
+mine = pool.allocate(3)
+for attempt in (lambda: pool.allocate(2), lambda: pool.free([mine[0], mine[0]])):
+    try:
+        attempt()
+    except (OutOfPages, ValueError) as error:
+        print(f"{type(error).__name__}: {error} (free: {pool.num_free})")
+
+# %% [markdown]
+# ## The life of a page
+#
+# Chapter 3's tree says which prefix lies in which slots. The pool says which pages are
+# free. Between them lies everything that goes wrong in practice, and it goes wrong when
+# nobody can say what state a page is in. So, the states:
+#
+# | state | who may read it | who may write it |
+# |---|---|---|
+# | free | nobody | nobody |
+# | private | its one request | its one request |
+# | published, pinned | everyone who finds it; someone does | nobody |
+# | published, evictable | everyone who finds it; nobody does now | nobody |
+#
+# A page starts free, becomes *private* when it is allocated, and is written. When a
+# forward pass has succeeded, the tokens it wrote are *committed*. A page that is full
+# and committed may be *published*: entered in the index, where others find it. From then
+# on it never changes. While somebody uses it, it is *pinned*; when the last user has
+# gone it is evictable, and stays until its memory is needed.
+#
+# Full and committed, both. A full page whose forward pass has not run yet holds whatever
+# the last owner left there. A committed page that is not full will be written again by
+# its owner, under the eyes of everyone who found it. Here is what this costs: a request
+# is aborted when 20 tokens are committed.
+
+# %%
+committed = 20
+print("reusable:", committed // PAGE * PAGE, "tokens of", committed)
+
+# %% [markdown]
+# ## Something to watch it with
+#
+# We want to see these transitions, in tests and in pictures, without printing in the
+# middle of an engine. Whatever changes a state calls an *observer* with what happened.
+# By default the observer does nothing.
+
+# %% export="events.py"
+"""What happened, in order: the one way to look into a running engine."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Observer(Protocol):
+    """Told about every transition: a kind such as "evict", and its details."""
+
+    def __call__(self, kind: str, /, **details: object) -> None: ...
+
+
+def ignore(kind: str, /, **details: object) -> None:
+    """The observer that does nothing."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One transition."""
+
+    kind: str
+    details: dict[str, object]
+
+
+class EventLog:
+    """An observer that keeps the last `capacity` events."""
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        self.events: deque[Event] = deque(maxlen=capacity)
+
+    def __call__(self, kind: str, /, **details: object) -> None:
+        """Write an event down."""
+        self.events.append(Event(kind, details))
+
+    def of(self, *kinds: str) -> Iterator[Event]:
+        """The events of some kinds, oldest first."""
+        return (event for event in self.events if event.kind in kinds)
+
+
+# %% [markdown]
+# ## Two indexes, one set of questions
+#
+# vLLM finds prefixes by the chained hashes of chapter 2, in one flat table. SGLang finds
+# them in the tree of chapter 3. People compare the two as if they were different
+# features. For pages they answer the same questions, so we write the questions down and
+# let either answer:
+
+# %% export="prefix_cache.py"
+"""The prefix cache: pages with owners, and an index that finds the published ones."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from minivllm.hashing import chain_names, root_hash, token_bytes
+from minivllm.radix import (
+    EVICTION,
+    EvictionQueue,
+    Handle,
+    Match,
+    Node,
+    RadixCache,
+    Slots,
+    StaleMatch,
+)
+from minivllm.request import ExtraKey, TokenIds
+
+
+class PageIndex(Protocol):
+    """How a published prefix is found. Sizes are in tokens; see `RadixCache`."""
+
+    total_size: int
+    protected_size: int
+
+    def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
+        """Find the longest published prefix, in whole pages. Changes nothing."""
+
+    def insert_pages(
+        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
+    ) -> tuple[int, Match]:
+        """Enter full pages; say how many tokens were known, and where all lie now."""
+
+    def lock(self, match: Match) -> Handle:
+        """Protect a match from eviction."""
+
+    def unlock(self, handle: Handle) -> None:
+        """End the protection."""
+
+    def evict_pages(self, num_pages: int) -> list[int]:
+        """Forget pages, next victims and tails first; their first slots."""
+
+
+# %% [markdown]
+# The tree of chapter 3 already answers them. The flat table needs a little more than a
+# dictionary: to evict tails first it must know which page follows which. Its entries are
+# therefore nodes too, one page each, with a parent. The dictionary only replaces the
+# walk: a page is found by its name, in one step, whatever its depth.
+#
+# The name is not trusted. An entry counts only if its tokens are the tokens, and the
+# page before it is the page before it.
+
+
+# %% export="prefix_cache.py"
+@dataclass(eq=False, slots=True)
+class Entry(Node):
+    """A page of the hash index: a node of one page that knows its name."""
+
+    name: bytes = b""
+
+
+class HashIndex:
+    """A table from chained page hashes to pages: vLLM's index, `RadixCache`'s API."""
+
+    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+        self.page_size = page_size
+        self.total_size = 0
+        self.protected_size = 0
+        self._step = 4 * page_size
+        self._entries: dict[bytes, Entry] = {}
+        self._roots: dict[ExtraKey, Node] = {}
+        self._clock = 0
+        self._leaves = EvictionQueue(EVICTION[eviction])
+
+    def _walk(self, key: bytes, extra_key: ExtraKey) -> tuple[list[Entry], list[bytes]]:
+        """The entries along `key`, and the names of all its pages."""
+        names = chain_names([], key, self._step, root_hash(extra_key))
+        parent: Node = self._root(extra_key)
+        path: list[Entry] = []
+        for i, name in enumerate(names):
+            entry = self._entries.get(name)
+            page = key[i * self._step : (i + 1) * self._step]
+            if entry is None or entry.parent is not parent or entry.key != page:
+                break
+            path.append(entry)
+            parent = entry
+        return path, names
+
+    def _root(self, extra_key: ExtraKey) -> Node:
+        return self._roots.setdefault(extra_key, Node(b"", array("i")))
+
+    def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
+        """Find the longest published prefix, in whole pages."""
+        key = token_bytes(token_ids)
+        return self._match(self._walk(key, extra_key)[0], key, extra_key)
+
+    def _match(self, path: list[Entry], key: bytes, extra_key: ExtraKey) -> Match:
+        slots = Slots(
+            array("i", (node.first_slots[0] for node in path)), self.page_size
+        )
+        return Match(len(slots), slots, key[: len(path) * self._step], extra_key)
+
+    def insert_pages(
+        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
+    ) -> tuple[int, Match]:
+        """Enter full pages; say how many tokens were known, and where all lie now."""
+        key = token_bytes(token_ids)[: len(first_slots) * self._step]
+        path, names = self._walk(key, extra_key)
+        known = len(path)
+        self._clock += 1
+        for i in range(known, len(names)):
+            if names[i] in self._entries:  # another past has this very name: stop here
+                break
+            parent = path[-1] if path else self._root(extra_key)
+            page = key[i * self._step : (i + 1) * self._step]
+            path.append(self._add(parent, names[i], page, first_slots[i : i + 1]))
+        self._touch(path)
+        return known * self.page_size, self._match(path, key, extra_key)
+
+    def _add(self, parent: Node, name: bytes, page: bytes, slot: "array[int]") -> Entry:
+        entry = Entry(page, slot, parent, created=self._clock, name=name)
+        parent.children[name] = self._entries[name] = entry
+        self.total_size += self.page_size
+        return entry
+
+    def _touch(self, path: list[Entry]) -> None:
+        for node in path:
+            node.last_access = self._clock
+            node.num_hits += 1
+        if path:
+            self._leaves.push(path[-1])
+
+
+# %% [markdown]
+# Locks and eviction count in the same way as in the tree, one page at a time. Because
+# both use one tick for each operation and the same queue, they evict the same pages in
+# the same order. A test holds them against each other.
+
+
+# %% export="prefix_cache.py"
+class HashIndex(HashIndex):
+    def lock(self, match: Match) -> Handle:
+        """Protect a match from eviction; raises `StaleMatch` if it is shorter now."""
+        path, names = self._walk(match.key, match.extra_key)
+        if len(path) < len(names):
+            raise StaleMatch(
+                f"the {match.matched_len} tokens of the match were evicted"
+            )
+        self._clock += 1
+        self._touch(path)
+        end = path[-1] if path else self._root(match.extra_key)
+        self._count(end, +1)
+        return Handle(end)
+
+    def unlock(self, handle: Handle) -> None:
+        """End the protection. Raises `ValueError` the second time."""
+        if handle.node is None:
+            raise ValueError("this handle was unlocked before")
+        self._count(handle.node, -1)
+        self._leaves.push(handle.node)
+        handle.node = None
+
+    def _count(self, end: Node, change: int) -> None:
+        node: Node | None = end
+        while node is not None:
+            if node.locks + change == 0 or node.locks == 0:
+                self.protected_size += change * (len(node.key) // 4)
+            node.locks += change
+            node = node.parent
+
+    def evict_pages(self, num_pages: int) -> list[int]:
+        """Forget pages, next victims and tails first; their first slots."""
+        freed: list[int] = []
+        while len(freed) < num_pages and (leaf := self._leaves.pop()):
+            parent = leaf.parent
+            assert parent is not None and isinstance(leaf, Entry)
+            del parent.children[leaf.name], self._entries[leaf.name]
+            leaf.parent = None
+            freed.append(leaf.first_slots[0])
+            self._leaves.push(parent)
+        self.total_size -= len(freed) * self.page_size
+        return freed
+
+
+# %% [markdown]
+# And the third choice, no sharing at all. It is the judge of the other two: whatever the
+# cache does, the answers must be the ones that come out without it.
+
+
+# %% export="prefix_cache.py"
+class NoIndex:
+    """Finds nothing and keeps nothing: every request computes its own prompt."""
+
+    total_size = 0
+    protected_size = 0
+
+    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+        self.page_size = page_size
+
+    def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
+        """Find nothing."""
+        return Match(0, Slots(array("i"), self.page_size), b"", extra_key)
+
+    def insert_pages(
+        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
+    ) -> tuple[int, Match]:
+        """Take nothing."""
+        return 0, self.match_prefix(token_ids, extra_key)
+
+    def lock(self, match: Match) -> Handle:
+        """Protect nothing."""
+        return Handle(None)
+
+    def unlock(self, handle: Handle) -> None:
+        """Nothing was protected."""
+
+    def evict_pages(self, num_pages: int) -> list[int]:
+        """Nothing can go."""
+        return []
+
+
+# %% [markdown]
+# ## Who holds what
+#
+# SGLang keeps two levels of pools: one maps a request to its token positions, the other
+# hands out the places for K/V. Here the first level is a *lease*: the pages that one
+# request holds, in the order of its tokens. The leading ones are published and pinned
+# for it; the rest are private.
+
+
+# %% export="prefix_cache.py"
+@dataclass(eq=False)
+class Lease:
+    """The pages that one request holds, in the order of its tokens.
+
+    The first `num_shared` are published and pinned; the others are private to it.
+    """
+
+    extra_key: ExtraKey = None
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    handle: Handle | None = None
+
+
+INDEXES: dict[str, type[RadixCache] | type[HashIndex] | type[NoIndex]] = {
+    "radix": RadixCache,
+    "hash": HashIndex,
+    "none": NoIndex,
+}
+
+
+# %% [markdown]
+# `PrefixCache` owns the pool, the index and every lease. A request meets it four times.
+#
+# **Acquire**: find the longest published prefix and pin it, in one move. Nothing can
+# come between the two, so nobody can evict what was just promised.
+#
+# **Grow**: get private pages for the tokens that the next forward pass will write. If
+# too few are free, evict as many as are missing. If that does not help either, the
+# caller is told, and nothing has changed.
+
+
+# %% export="prefix_cache.py"
+class PrefixCache:
+    """Pages and who holds them: free + private + published = total, always."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        index: str = "radix",
+        eviction: str = "lru",
+        observer: Observer = ignore,
+    ) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        self.page_size = page_size
+        self.index: PageIndex = INDEXES[index](page_size, eviction)
+        self.observer = observer
+        self.leases: set[Lease] = set()
+        self.published_tokens = 0
+        self.evicted_tokens = 0
+
+    def acquire(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Lease:
+        """Start a lease with the longest published prefix, pinned at once."""
+        match = self.index.match_prefix(token_ids, extra_key)
+        lease = Lease(extra_key, match.kv_indices.pages, handle=self.index.lock(match))
+        lease.num_shared = len(lease.pages)
+        self.leases.add(lease)
+        return lease
+
+    def grow(self, lease: Lease, num_tokens: int) -> None:
+        """Make room for the first `num_tokens` tokens, or raise `OutOfPages`."""
+        missing = self.pages_for(num_tokens) - len(lease.pages)
+        if missing <= 0:
+            return
+        self._evict(missing - self.pool.num_free)
+        lease.pages += self.pool.allocate(missing)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def _evict(self, num_pages: int) -> None:
+        evictable = (
+            self.index.total_size - self.index.protected_size
+        ) // self.page_size
+        if num_pages <= 0 or num_pages > evictable:
+            return  # enough is free, or eviction cannot help: keep what is there
+        pages = [slot // self.page_size for slot in self.index.evict_pages(num_pages)]
+        self.pool.free(pages)
+        self.evicted_tokens += len(pages) * self.page_size
+        self.observer("evict", pages=pages)
+
+
+# %% [markdown]
+# **Publish**: enter the full pages among the committed tokens. Now the subtle case.
+# Two requests computed the same prefix at the same time. The first to publish wins; the
+# second finds its own pages to be *duplicates*. They are freed, so the memory is not held twice,
+# and, in the same breath, the second request's page table is pointed to the published
+# ones. Free without remapping, and the request goes on reading pages that somebody else
+# is about to write. Its answers go wrong at some later time, somewhere else.
+#
+# The index tells where the prefix lies now, so the remap needs no second search.
+#
+# **Release**: publish what is complete, whatever the policy, and give everything else
+# back.
+
+
+# %% export="prefix_cache.py"
+class PrefixCache(PrefixCache):
+    def publish(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
+        """Let others find the full pages among the first `num_committed` tokens.
+
+        Pages that turn out to be published already are freed, and the lease points to
+        the published ones instead. The lease then pins all that it published.
+        """
+        count = num_committed // self.page_size
+        if count <= lease.num_shared:
+            return
+        slots = array("i", (page * self.page_size for page in lease.pages[:count]))
+        ids = token_ids[: count * self.page_size]
+        num_known, match = self.index.insert_pages(ids, slots, lease.extra_key)
+        published = match.kv_indices.pages
+        self._hand_over(lease, self.index.lock(match))
+        self.pool.free(
+            [a for a, b in zip(lease.pages, published, strict=False) if a != b]
+        )
+        lease.pages[: len(published)] = published
+        lease.num_shared = len(published)
+        self.published_tokens += match.matched_len - num_known
+        self.observer("publish", pages=published[num_known // self.page_size :])
+
+    def _hand_over(self, lease: Lease, handle: Handle | None) -> None:
+        """Replace the lock of a lease: the new one is held before the old one goes."""
+        old, lease.handle = lease.handle, handle
+        if old is not None:
+            self.index.unlock(old)
+
+    def release(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
+        """End a lease: publish its complete pages, give the others back, unpin."""
+        self.publish(lease, token_ids, num_committed)
+        self.pool.free(lease.pages[lease.num_shared :])
+        self._hand_over(lease, None)
+        self.leases.remove(lease)
+        lease.pages, lease.num_shared = [], 0
+
+    def reset(self) -> bool:
+        """Forget everything published. False, and no change, while a lease is held."""
+        if self.leases:
+            return False
+        self._evict(self.index.total_size // self.page_size)
+        return True
+
+
+# %% [markdown]
+# What must always hold is one method. It does not trust the counters: it takes every
+# page by its number and asks who has it.
+
+
+# %% export="prefix_cache.py"
+class PrefixCache(PrefixCache):
+    def stats(self) -> dict[str, int]:
+        """Pages by state, and tokens published and evicted so far."""
+        published = self.index.total_size // self.page_size
+        pinned = self.index.protected_size // self.page_size
+        return {
+            "pages_total": self.pool.num_pages,
+            "pages_free": self.pool.num_free,
+            "pages_private": self.pool.num_pages - self.pool.num_free - published,
+            "pages_evictable": published - pinned,
+            "pages_pinned": pinned,
+            "published_tokens": self.published_tokens,
+            "evicted_tokens": self.evicted_tokens,
+        }
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one state and every user is known."""
+        stats = self.stats()
+        private = [
+            page for lease in self.leases for page in lease.pages[lease.num_shared :]
+        ]
+        pinned = {
+            page for lease in self.leases for page in lease.pages[: lease.num_shared]
+        }
+        assert len(set(private)) == len(private), "a private page with two owners"
+        assert not pinned & set(private), "a page both private and published"
+        assert len(private) == stats["pages_private"], "a page that nobody holds"
+        assert len(pinned) == stats["pages_pinned"], "a pin without a user"
+        assert all(self.pool.is_out(page) for page in pinned | set(private)), (
+            "freed in use"
+        )
+
+
+# %% [markdown]
+# That needs one more word from the pool:
+
+
+# %% export="pages.py"
+class PagePool(PagePool):
+    def is_out(self, page: int) -> bool:
+        """Whether somebody holds this page."""
+        return bool(self._is_out[page])
+
+
+# %% [markdown]
+# ## Three requests, one prefix
+#
+# A runs first and ends. Then B and C come with A's first 32 tokens and different rests,
+# at page size 16, in a pool of 8 pages.
+
+# %%
+cache = PrefixCache(num_pages=8, page_size=PAGE)
+log = cache.observer = EventLog()
+common = list(range(32))
+
+
+def compute(tokens: list[int]) -> Lease:
+    """Stands for a forward pass: acquire, grow, and everything is committed."""
+    lease = cache.acquire(tokens)
+    cache.grow(lease, len(tokens))
+    return lease
+
+
+a_tokens = common + [50] * 8
+a = compute(a_tokens)
+a_pages = a.pages.copy()
+cache.release(a, a_tokens, num_committed=40)
+
+b_tokens, c_tokens = common + [60] * 20, common + [70] * 20
+b, c = compute(b_tokens), compute(c_tokens)
+print("A had", a_pages, "· B has", b.pages, "· C has", c.pages)
+print(cache.stats())
+cache.check()
+
+# %% tags=["hide-input"]
+from minivllm.drawing import draw_rows
+
+
+def table(lease: Lease) -> list[tuple[float, float, str, str]]:
+    return [
+        (i, 1, "pinned" if i < lease.num_shared else "private", f"page {page}")
+        for i, page in enumerate(lease.pages)
+    ]
+
+
+holders = {page: lease for lease in (b, c) for page in lease.pages[lease.num_shared :]}
+shared = set(b.pages[: b.num_shared])
+memory = [
+    (p, 1, "pinned" if p in shared else "private" if p in holders else "free", f"{p}")
+    for p in range(8)
+]
+draw_rows(
+    [("B's page table", table(b)), ("C's page table", table(c)), ("memory", memory)],
+    unit=72,
+    caption="Two page tables over one memory. The blue pages are written once and read by both; "
+    "the orange ones belong to one request each. A's third page was not full: it is free again.",
+)
+
+# %% [markdown]
+# Pages 0 and 1 are in both tables. When B ends they stay pinned for C; when C ends they
+# stay published, for whoever comes.
+#
+# Now the duplicate. Two requests start *before* anything is published, so each computes
+# the same 16 tokens in a page of its own:
+
+# %%
+cache = PrefixCache(num_pages=8, page_size=PAGE)
+twins = [compute(common), compute(common)]
+print("before:", [twin.pages for twin in twins], "free:", cache.pool.num_free)
+for twin in twins:
+    cache.publish(twin, common, num_committed=32)
+print("after: ", [twin.pages for twin in twins], "free:", cache.pool.num_free)
+cache.check()
+
+# %% [markdown]
+# The second twin's pages 2 and 3 are free, and its table says 0 and 1. They computed the
+# prompt twice, though: publication came too late to save the work, only the memory. This
+# is the puzzle of the prologue, seen from below.
+#
+# ## What still goes wrong
+#
+# So far "compute" was a stand-in. Chapter 5 replaces it by a model that really writes
+# keys and values into these pages, and reads them through the page table.
+#
+# ## Exercise
+#
+# Three requests share page 0. One ends. How many users does page 0 have, and in which
+# state is it? The other two end: in which state is it then? Find out by running it.
+
+# %% tags=["solution"]
+cache = PrefixCache(num_pages=8, page_size=PAGE)
+first = compute(common)
+cache.publish(first, common, num_committed=32)
+three = [first, compute(common), compute(common)]
+
+cache.release(three[0], common, num_committed=32)
+users = sum(0 in lease.pages for lease in cache.leases)
+pinned_then = cache.stats()["pages_pinned"]
+for lease in three[1:]:
+    cache.release(lease, common, num_committed=32)
+evictable_at_last = cache.stats()["pages_evictable"]
+print(
+    users,
+    "users,",
+    pinned_then,
+    "pages pinned; at last",
+    evictable_at_last,
+    "evictable",
+)
+
+# %%
+cache.check()
+assert (users, pinned_then, evictable_at_last) == (2, 2, 2)

@@ -1,0 +1,614 @@
+# %% [markdown]
+# # 14. An engine that people know how to use
+#
+# vLLM's quickstart has three lines: make an `LLM`, make `SamplingParams`, call `generate`.
+# Everyone who would use our engine has typed them. Whatever they must type instead of
+# these is a reason not to try it. So this chapter adds no capability; it makes the parts
+# of the earlier chapters answer to three known lines:
+#
+# ```python
+# llm = LLM("smollm2")
+# params = SamplingParams(temperature=0, max_tokens=8)
+# outputs = llm.generate(["The capital of France is"], params)
+# ```
+#
+# ## One place that knows all names
+#
+# So far no part knows which others it works with. The scheduler takes *a* grouping, the
+# engine *a* publisher and *a* runner. Somebody has to choose, and it should be one place:
+# the *composition root*. It turns names ("radix", "step") into objects and plugs them
+# together. If you want to know what an option does, you start reading here.
+#
+# The options come first, each with its choices. An option offers only what exists; a
+# misspelt one is refused with the list of what could have been meant.
+
+# %% export="llm.py"
+"""The composition root: from names to a running engine, behind vLLM's three lines."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from minivllm.engine import (
+    Engine,
+    Limits,
+    NoText,
+    PublishAtFinish,
+    PublishEachStep,
+    Publisher,
+    Writer,
+)
+from minivllm.events import Observer, ignore
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
+from minivllm.model import Decoder, ModelConfig
+from minivllm.prefix_cache import INDEXES, PrefixCache
+from minivllm.radix import EVICTION
+from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
+from minivllm.runner import ModelRunner
+from minivllm.sampling import Sampler
+from minivllm.scheduler import ADMISSIONS, Scheduler
+from minivllm.tokenizer import TextWriter, load_tokenizer
+
+PUBLISHERS: dict[str, type[Publisher]] = {
+    "finish": PublishAtFinish,
+    "step": PublishEachStep,
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "index": tuple(INDEXES),
+    "publish": tuple(PUBLISHERS),
+    "single_flight": ("none",),
+    "grouping": ("arrival",),
+    "admission": ADMISSIONS,
+    "eviction": tuple(EVICTION),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+VLLM_NAMES = {  # what vLLM's users type -> what it is called here
+    "block_size": "page_size",
+    "max_num_seqs": "max_running",
+    "max_num_batched_tokens": "max_batch_tokens",
+}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Every choice of the engine. `num_pages` None: a share of the free memory.
+
+    `page_size` and `max_batch_tokens` are in tokens; `device` is "auto", "cpu", "cuda",
+    "cuda:1", "mps". Raises `ValueError` for a value that does not exist.
+    """
+
+    index: str = "radix"
+    publish: str = "step"
+    single_flight: str = "none"
+    grouping: str = "arrival"
+    admission: str = "optimistic"
+    eviction: str = "lru"
+    page_size: int = 16
+    num_pages: int | None = None
+    max_running: int = 64
+    max_batch_tokens: int = 2048
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                offered = ", ".join(choices)
+                raise ValueError(f"{name} must be one of {offered}, not {value!r}")
+        for name in ("page_size", "num_pages", "max_running", "max_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"{name} must be a whole number of at least 1, not {value!r}"
+                )
+
+
+# %% [markdown]
+# Some of our names differ from vLLM's where the thing is the same. Both are understood,
+# but not both at once.
+
+
+# %% export="llm.py"
+def read_options(given: Mapping[str, Any]) -> EngineOptions:
+    """Options by our names or vLLM's; `ValueError` for unknown or double ones."""
+    options = dict(given)
+    if (
+        caching := options.pop("enable_prefix_caching", None)
+    ) is not None and not caching:
+        options["index"] = "none"
+    for theirs, ours in VLLM_NAMES.items():
+        if theirs in options:
+            if ours in options:
+                raise ValueError(f"{theirs} and {ours} are the same option: give one")
+            options[ours] = options.pop(theirs)
+    known = {field.name for field in fields(EngineOptions)}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(
+            f"unknown option {unknown[0]!r} (known: {', '.join(sorted(known))})"
+        )
+    return EngineOptions(**options)
+
+
+# %%
+for attempt in (
+    {"index": "radics"},
+    {"pagesize": 16},
+    {"block_size": 16, "page_size": 16},
+):
+    try:
+        read_options(attempt)
+    except ValueError as error:
+        print(error)
+
+# %% [markdown]
+# ## Where, how exact, how much
+#
+# Three values depend on the machine. The device: CUDA if there is one, else Apple's MPS,
+# else the CPU. The number format: 16 bit where the hardware likes it; on a CPU float32,
+# because many CPUs are slower in 16 bit than in 32. The number of pages: a share of the
+# memory that is free, since K/V memory is taken whole, before the first request.
+
+
+# %% export="llm.py"
+def choose_device(name: str) -> torch.device:
+    """The device of that name, or the best there is for "auto". Raises `ValueError`."""
+    if name == "auto":
+        mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used here: {reason}") from None
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, else bfloat16, unless a name asks for something."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def choose_num_pages(
+    config: ModelConfig, page_size: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Pages in 4/5 of a GPU's free memory, or 1/4 of main memory up to 1 GiB."""
+    if device.type == "cuda":
+        budget = int(0.8 * torch.cuda.mem_get_info(device)[0])
+    else:
+        budget = min(2**30, _main_memory_bytes() // 4)
+    return max(1, budget // (page_size * config.kv_bytes_per_token(dtype.itemsize)))
+
+
+def _main_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 4 * 2**30
+
+
+# %% [markdown]
+# ## Putting it together
+#
+# Every line of the constructor names a chapter: weights and words (6), pages and the
+# index (3, 4), the runner (5), the scheduler and the engine (7).
+
+# %% export="llm.py"
+Prompt = str | TokenIds
+
+
+class LLM:
+    """A model and an engine around it, for use from Python.
+
+    `model` is `smollm2`, a folder, a .gguf file or a hub id; options are those of
+    `EngineOptions`, and vLLM's names for them. The observer is told of every transition
+    (see `EventLog`). Raises `ValueError` naming the fault.
+    """
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, observer: Observer = ignore, **options: Any
+    ) -> None:
+        self.options = chosen = read_options(options)
+        checkpoint = open_checkpoint(model)
+        device = choose_device(chosen.device)
+        dtype = choose_dtype(chosen.dtype, device)
+        decoder = load_model(checkpoint, device, dtype)
+        self.config = config = decoder.config
+        self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
+        num_pages = chosen.num_pages or choose_num_pages(
+            config, chosen.page_size, device, dtype
+        )
+        cache = PrefixCache(
+            num_pages, chosen.page_size, chosen.index, chosen.eviction, observer
+        )
+        scheduler = Scheduler(
+            cache,
+            chosen.max_running,
+            chosen.max_batch_tokens,
+            chosen.admission,
+            observer=observer,
+        )
+        self.engine = Engine(
+            self._runner(decoder, num_pages),
+            scheduler,
+            Limits(config.vocab_size, config.max_context, config.eos_token_ids),
+            publisher=PUBLISHERS[chosen.publish](),
+            writers=self._writer,
+            observer=observer,
+        )
+
+    def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:
+        size, sampler = self.options.page_size, Sampler(self.options.seed)
+        try:
+            return ModelRunner(decoder, num_pages, size, sampler)
+        except RuntimeError as error:  # PyTorch's way to say that memory is short
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
+            ) from None
+
+    def _writer(self, params: SamplingParams) -> Writer:
+        return TextWriter(self.tokenizer, params) if self.tokenizer else NoText()
+
+    def stats(self) -> dict[str, int]:
+        """Pages by state, queue lengths and counters."""
+        return self.engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all published pages. False, and no change, while a request runs."""
+        return self.engine.reset_prefix_cache()
+
+
+# %% [markdown]
+# ## Generate
+#
+# `generate` takes a text, a list of token ids, or a list of these, and answers in the
+# order of the prompts, whatever order they finish in. It looks at every prompt before it
+# submits the first: half a batch submitted and an exception on the way would leave
+# requests running that nobody waits for.
+
+
+# %% export="llm.py"
+class LLM(LLM):
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs come in the order of the prompts.
+
+        One `SamplingParams` for all, or one for each. Raises `ValueError` before
+        anything is submitted if any prompt cannot run.
+        """
+        if self.engine.has_unfinished():
+            raise ValueError(
+                "requests submitted to the engine are unfinished: step it first"
+            )
+        batch = as_prompts(prompts)
+        params = self._params_for(batch, sampling_params)
+        encoded = [self._encode(prompt) for prompt in batch]
+        for ids, wanted in zip(encoded, params, strict=True):
+            self.engine.check(ids, wanted)
+        names = [self.engine.submit(i, p) for i, p in zip(encoded, params, strict=True)]
+        finished = self._run(names)
+        return [
+            replace(finished[name], prompt=prompt if isinstance(prompt, str) else None)
+            for name, prompt in zip(names, batch, strict=True)
+        ]
+
+    def _params_for(
+        self,
+        batch: Sequence[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * len(batch)
+        if len(given) != len(batch):
+            raise ValueError(f"{len(given)} SamplingParams for {len(batch)} prompts")
+        return list(given)
+
+    def _encode(self, prompt: Prompt) -> TokenIds:
+        if not isinstance(prompt, str):
+            return encode_ids(prompt)
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give token ids, not text")
+        ids: list[int] = self.tokenizer.encode(prompt).ids
+        return ids
+
+    def _run(self, names: Sequence[str]) -> dict[str, RequestOutput]:
+        """Step until all are done; if that is interrupted, nothing is left running."""
+        finished: dict[str, RequestOutput] = {}
+        try:
+            while self.engine.has_unfinished():
+                finished |= {o.request_id: o for o in self.engine.step() if o.finished}
+        finally:
+            for name in names:
+                self.engine.abort(name)  # does nothing for those that have ended
+        return finished
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several -> a list. Raises `ValueError` for anything else."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    batch: list[Prompt] = list(prompts)  # type: ignore[arg-type]
+    for prompt in batch:
+        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+            kind = type(prompt).__name__
+            raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
+    return batch
+
+
+# %% [markdown]
+# The three lines:
+
+# %%
+llm = LLM("smollm2")
+params = SamplingParams(temperature=0, max_tokens=8)
+outputs = llm.generate(["The capital of France is", "The capital of Italy is"], params)
+for output in outputs:
+    print(output.prompt, "→", output.outputs[0].text)
+
+# %% [markdown]
+# And what this engine is for. A longer prompt, twice, one after the other:
+
+# %%
+question = (
+    "Here is what the museum's guide says about its opening hours. " * 5 + "It opens"
+)
+for _ in range(2):
+    output = llm.generate(question, SamplingParams(temperature=0, max_tokens=4))[0]
+    print(output.num_cached_tokens, "of", len(output.prompt_token_ids), "tokens cached")
+print(
+    {
+        name: n
+        for name, n in llm.stats().items()
+        if name in ("lookups", "hits", "cached_tokens")
+    }
+)
+
+# %% tags=["hide-input"]
+from minivllm.drawing import Branch, draw_tree
+
+parts = Branch(
+    "LLM: names to objects (14)",
+    "free",
+    [
+        Branch("Tokenizer, writer (6)", "published"),
+        Branch(
+            "Engine: schedule, run, commit, publish (7)",
+            "pinned",
+            [
+                Branch(
+                    "Scheduler (7)",
+                    "pinned",
+                    [Branch("PrefixCache (4): pool, index (3)", "pinned")],
+                ),
+                Branch(
+                    "ModelRunner (5)",
+                    "private",
+                    [Branch("Decoder (5), K/V memory", "private")],
+                ),
+                Branch("Publisher (7)", "announced"),
+            ],
+        ),
+    ],
+)
+draw_tree(
+    parts,
+    caption="What the composition root puts together, with the chapters that built it. Blue: the "
+    "control plane, which knows token ids and pages only. Orange: where torch begins.",
+)
+
+# %% [markdown]
+# ## A command line
+#
+# The same engine without Python. Nothing here imports torch before it must: `--help`
+# should not take three seconds. And a mistake is answered by one line that names it, and
+# exit code 2. A traceback tells the story of our code; the reader of the message is
+# interested in theirs.
+
+# %% export="cli.py"
+"""The command line: `minivllm generate`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+SCHEMA_VERSION = 1  # of every JSON output
+
+app = typer.Typer(
+    name="minivllm",
+    help="An LLM inference engine that reuses work.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def root() -> None:
+    """An LLM inference engine that reuses work."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        list[str], typer.Option(help="Text to continue; repeat for more.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder, a .gguf, a hub id.")
+    ] = "smollm2",
+    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.")] = 16,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Keep the k likeliest tokens; 0: all.")
+    ] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of each request.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text here.")] = None,
+    index: Annotated[str, typer.Option(help="radix, hash or none.")] = "radix",
+    publish: Annotated[str, typer.Option(help="step or finish.")] = "step",
+    single_flight: Annotated[str, typer.Option(help="none.")] = "none",
+    grouping: Annotated[str, typer.Option(help="arrival.")] = "arrival",
+    admission: Annotated[
+        str, typer.Option(help="optimistic or reserve.")
+    ] = "optimistic",
+    eviction: Annotated[str, typer.Option(help="lru, lfu or fifo.")] = "lru",
+    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    num_pages: Annotated[int | None, typer.Option(help="Pages of K/V memory.")] = None,
+    max_running: Annotated[int, typer.Option(help="Requests in a step.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in a step.")] = 2048,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16, float16.")
+    ] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line.")
+    ] = False,
+) -> None:
+    """Continue one or more prompts."""
+    from minivllm.llm import LLM
+    from minivllm.request import SamplingParams
+
+    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=seed, stop=stop)
+    llm = LLM(
+        model,
+        index=index,
+        publish=publish,
+        single_flight=single_flight,
+        grouping=grouping,
+        admission=admission,
+        eviction=eviction,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        device=device,
+        dtype=dtype,
+    )
+    for output in llm.generate(prompt, params):
+        show(asdict(output), as_json)
+        if output.outputs[0].finish_reason == "error":
+            raise typer.Exit(1)
+
+
+def show(output: dict[str, Any], as_json: bool) -> None:
+    """Print one result: for a machine on one line, or for a person."""
+    if as_json:
+        print(json.dumps({"schema_version": SCHEMA_VERSION} | output))
+        return
+    size, cached = len(output["prompt_token_ids"]), output["num_cached_tokens"]
+    for completion in output["outputs"]:
+        print(f"{output['prompt']}{completion['text']}")
+    print(f"  ({size} prompt tokens, {cached} of them cached)", file=sys.stderr)
+
+
+# %% export="cli.py"
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; a foreseeable fault is one line on stderr and exit code 2."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given or ["--help"], standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except typer.TyperException as error:
+        _fail(error.format_message())
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    sys.exit(code or 0)
+
+
+def _fail(message: str) -> NoReturn:
+    print("minivllm:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+# %%
+for arguments in (
+    ["generate", "--prompt", "Hello", "--model", "nowhere.gguf"],
+    ["generate", "--prompt", "Hello", "--index", "radics"],
+    ["generate", "--prompts", "Hello"],
+):
+    try:
+        main(arguments)
+    except SystemExit as exit:
+        print("exit code", exit.code)
+
+# %% [markdown]
+# ## One import
+#
+# `from minivllm import LLM` should work, and `import minivllm` should cost nothing, since
+# half of the package needs no torch: it runs in the browser, in a simulator, in tests by
+# the million. So the package looks a name up when it is first asked for.
+
+# %% export="__init__.py"
+"""minivllm: a small inference engine that reuses work, exported from a book."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minivllm.llm import LLM
+    from minivllm.request import CompletionOutput, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "minivllm.llm",
+    "CompletionOutput": "minivllm.request",
+    "RequestOutput": "minivllm.request",
+    "SamplingParams": "minivllm.request",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+# %%
+import subprocess
+
+program = "import sys, minivllm; print('torch' in sys.modules, minivllm.SamplingParams().max_tokens)"
+print(
+    subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    ).stdout.strip()
+)
+
+# %% [markdown]
+# ## Exercise
+#
+# `generate` checks all prompts before it submits any. Show that it does: call it with a good
+# prompt and one that contains a token id which the model does not have, and see that
+# nothing was submitted.
+
+# %% tags=["solution"]
+before = llm.stats()
+try:
+    llm.generate([[504, 3575], [504, 99_999]])
+    message = ""
+except ValueError as error:
+    message = str(error)
+print(message)
+
+# %%
+assert "99999" in message and llm.stats() == before and not llm.engine.has_unfinished()

@@ -1,0 +1,57 @@
+# Exported from chapters/02_hashing.py. Edit the chapter, not this file.
+"""Names for pages of tokens: each names its page and everything before it."""
+
+import sys
+from hashlib import blake2b
+
+from minivllm.request import ExtraKey, TokenIds, encode_ids
+
+DIGEST_BYTES = 16
+
+
+def token_bytes(token_ids: TokenIds) -> bytes:
+    """The ids as little-endian 32-bit integers, 4 bytes each, on every machine."""
+    ids = encode_ids(token_ids)
+    if sys.byteorder == "big":
+        ids = ids[:]
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def root_hash(extra_key: ExtraKey = None) -> bytes:
+    """The name of the empty past under `extra_key` (cache salt, adapter, image)."""
+    salt = b"" if extra_key is None else repr(extra_key).encode()
+    return blake2b(salt, digest_size=DIGEST_BYTES).digest()
+
+
+def page_hashes(
+    token_ids: TokenIds, page_size: int, extra_key: ExtraKey = None
+) -> list[bytes]:
+    """Name every full page of a sequence; a partial last page gets no name.
+
+    Each name is BLAKE2b(name of the page before + the page's tokens), 16 bytes, so two
+    sequences have equal names up to page i if they, and their extra keys, are equal up
+    to there. Stable across processes and machines. (The scheme is vLLM's.)
+    """
+    return extend_hashes([], token_ids, page_size, extra_key)
+
+
+def extend_hashes(
+    known: list[bytes], token_ids: TokenIds, page_size: int, extra_key: ExtraKey = None
+) -> list[bytes]:
+    """`page_hashes` of a sequence whose first pages are named already, in `known`."""
+    return chain_names(
+        known, token_bytes(token_ids), 4 * page_size, root_hash(extra_key)
+    )
+
+
+def chain_names(known: list[bytes], data: bytes, step: int, root: bytes) -> list[bytes]:
+    """Go on naming the pages of `data`, `step` bytes each, where `known` ends."""
+    names = list(known)
+    name = names[-1] if names else root
+    for start in range(len(names) * step, len(data) - step + 1, step):
+        name = blake2b(
+            name + data[start : start + step], digest_size=DIGEST_BYTES
+        ).digest()
+        names.append(name)
+    return names

@@ -1,0 +1,279 @@
+# Exported from chapters/14_llm.py. Edit the chapter, not this file.
+"""The composition root: from names to a running engine, behind vLLM's three lines."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from minivllm.engine import (
+    Engine,
+    Limits,
+    NoText,
+    PublishAtFinish,
+    PublishEachStep,
+    Publisher,
+    Writer,
+)
+from minivllm.events import Observer, ignore
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
+from minivllm.model import Decoder, ModelConfig
+from minivllm.prefix_cache import INDEXES, PrefixCache
+from minivllm.radix import EVICTION
+from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
+from minivllm.runner import ModelRunner
+from minivllm.sampling import Sampler
+from minivllm.scheduler import ADMISSIONS, Scheduler
+from minivllm.tokenizer import TextWriter, load_tokenizer
+
+PUBLISHERS: dict[str, type[Publisher]] = {
+    "finish": PublishAtFinish,
+    "step": PublishEachStep,
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "index": tuple(INDEXES),
+    "publish": tuple(PUBLISHERS),
+    "single_flight": ("none",),
+    "grouping": ("arrival",),
+    "admission": ADMISSIONS,
+    "eviction": tuple(EVICTION),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+VLLM_NAMES = {  # what vLLM's users type -> what it is called here
+    "block_size": "page_size",
+    "max_num_seqs": "max_running",
+    "max_num_batched_tokens": "max_batch_tokens",
+}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Every choice of the engine. `num_pages` None: a share of the free memory.
+
+    `page_size` and `max_batch_tokens` are in tokens; `device` is "auto", "cpu", "cuda",
+    "cuda:1", "mps". Raises `ValueError` for a value that does not exist.
+    """
+
+    index: str = "radix"
+    publish: str = "step"
+    single_flight: str = "none"
+    grouping: str = "arrival"
+    admission: str = "optimistic"
+    eviction: str = "lru"
+    page_size: int = 16
+    num_pages: int | None = None
+    max_running: int = 64
+    max_batch_tokens: int = 2048
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                offered = ", ".join(choices)
+                raise ValueError(f"{name} must be one of {offered}, not {value!r}")
+        for name in ("page_size", "num_pages", "max_running", "max_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"{name} must be a whole number of at least 1, not {value!r}"
+                )
+
+
+def read_options(given: Mapping[str, Any]) -> EngineOptions:
+    """Options by our names or vLLM's; `ValueError` for unknown or double ones."""
+    options = dict(given)
+    if (
+        caching := options.pop("enable_prefix_caching", None)
+    ) is not None and not caching:
+        options["index"] = "none"
+    for theirs, ours in VLLM_NAMES.items():
+        if theirs in options:
+            if ours in options:
+                raise ValueError(f"{theirs} and {ours} are the same option: give one")
+            options[ours] = options.pop(theirs)
+    known = {field.name for field in fields(EngineOptions)}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(
+            f"unknown option {unknown[0]!r} (known: {', '.join(sorted(known))})"
+        )
+    return EngineOptions(**options)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name, or the best there is for "auto". Raises `ValueError`."""
+    if name == "auto":
+        mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used here: {reason}") from None
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, else bfloat16, unless a name asks for something."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def choose_num_pages(
+    config: ModelConfig, page_size: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Pages in 4/5 of a GPU's free memory, or 1/4 of main memory up to 1 GiB."""
+    if device.type == "cuda":
+        budget = int(0.8 * torch.cuda.mem_get_info(device)[0])
+    else:
+        budget = min(2**30, _main_memory_bytes() // 4)
+    return max(1, budget // (page_size * config.kv_bytes_per_token(dtype.itemsize)))
+
+
+def _main_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 4 * 2**30
+
+
+Prompt = str | TokenIds
+
+
+class LLM:
+    """A model and an engine around it, for use from Python.
+
+    `model` is `smollm2`, a folder, a .gguf file or a hub id; options are those of
+    `EngineOptions`, and vLLM's names for them. The observer is told of every transition
+    (see `EventLog`). Raises `ValueError` naming the fault.
+    """
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, observer: Observer = ignore, **options: Any
+    ) -> None:
+        self.options = chosen = read_options(options)
+        checkpoint = open_checkpoint(model)
+        device = choose_device(chosen.device)
+        dtype = choose_dtype(chosen.dtype, device)
+        decoder = load_model(checkpoint, device, dtype)
+        self.config = config = decoder.config
+        self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
+        num_pages = chosen.num_pages or choose_num_pages(
+            config, chosen.page_size, device, dtype
+        )
+        cache = PrefixCache(
+            num_pages, chosen.page_size, chosen.index, chosen.eviction, observer
+        )
+        scheduler = Scheduler(
+            cache,
+            chosen.max_running,
+            chosen.max_batch_tokens,
+            chosen.admission,
+            observer=observer,
+        )
+        self.engine = Engine(
+            self._runner(decoder, num_pages),
+            scheduler,
+            Limits(config.vocab_size, config.max_context, config.eos_token_ids),
+            publisher=PUBLISHERS[chosen.publish](),
+            writers=self._writer,
+            observer=observer,
+        )
+
+    def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:
+        size, sampler = self.options.page_size, Sampler(self.options.seed)
+        try:
+            return ModelRunner(decoder, num_pages, size, sampler)
+        except RuntimeError as error:  # PyTorch's way to say that memory is short
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
+            ) from None
+
+    def _writer(self, params: SamplingParams) -> Writer:
+        return TextWriter(self.tokenizer, params) if self.tokenizer else NoText()
+
+    def stats(self) -> dict[str, int]:
+        """Pages by state, queue lengths and counters."""
+        return self.engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all published pages. False, and no change, while a request runs."""
+        return self.engine.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs come in the order of the prompts.
+
+        One `SamplingParams` for all, or one for each. Raises `ValueError` before
+        anything is submitted if any prompt cannot run.
+        """
+        if self.engine.has_unfinished():
+            raise ValueError(
+                "requests submitted to the engine are unfinished: step it first"
+            )
+        batch = as_prompts(prompts)
+        params = self._params_for(batch, sampling_params)
+        encoded = [self._encode(prompt) for prompt in batch]
+        for ids, wanted in zip(encoded, params, strict=True):
+            self.engine.check(ids, wanted)
+        names = [self.engine.submit(i, p) for i, p in zip(encoded, params, strict=True)]
+        finished = self._run(names)
+        return [
+            replace(finished[name], prompt=prompt if isinstance(prompt, str) else None)
+            for name, prompt in zip(names, batch, strict=True)
+        ]
+
+    def _params_for(
+        self,
+        batch: Sequence[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * len(batch)
+        if len(given) != len(batch):
+            raise ValueError(f"{len(given)} SamplingParams for {len(batch)} prompts")
+        return list(given)
+
+    def _encode(self, prompt: Prompt) -> TokenIds:
+        if not isinstance(prompt, str):
+            return encode_ids(prompt)
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give token ids, not text")
+        ids: list[int] = self.tokenizer.encode(prompt).ids
+        return ids
+
+    def _run(self, names: Sequence[str]) -> dict[str, RequestOutput]:
+        """Step until all are done; if that is interrupted, nothing is left running."""
+        finished: dict[str, RequestOutput] = {}
+        try:
+            while self.engine.has_unfinished():
+                finished |= {o.request_id: o for o in self.engine.step() if o.finished}
+        finally:
+            for name in names:
+                self.engine.abort(name)  # does nothing for those that have ended
+        return finished
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several -> a list. Raises `ValueError` for anything else."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    batch: list[Prompt] = list(prompts)  # type: ignore[arg-type]
+    for prompt in batch:
+        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+            kind = type(prompt).__name__
+            raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
+    return batch

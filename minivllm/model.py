@@ -1,0 +1,176 @@
+# Exported from chapters/05_model.py. Edit the chapter, not this file.
+"""One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
+
+Parameters carry the names that Hugging Face checkpoints use, so that loading is a
+matter of copying.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.attention import PagedAttention, Plan
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder. `rope_scaling` is Llama 3's table, or None."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    norm_eps: float = 1e-6
+    tied_head: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def kv_bytes_per_token(self, bytes_each: int) -> int:
+        """A key and a value for each K/V head in each layer."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_each
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Angles per position, float32 [head_dim / 2], with Llama 3's scaling if set."""
+    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    plain = 1.0 / config.rope_theta ** (steps / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    factor, low, high = (
+        float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    turns = int(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (blend + (1 - blend) / factor)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head of x [tokens, heads, dim]; cos and sin are [tokens, 1, dim]."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit mean square, in float32, and multiply by a learned weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections around `PagedAttention`, for flat tokens [tokens, hidden]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        wide, narrow = (
+            config.num_heads * self.head_dim,
+            config.num_kv_heads * self.head_dim,
+        )
+        self.q_proj = nn.Linear(hidden, wide, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(wide, hidden, bias=False)
+        self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+
+    def forward(
+        self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Attend from the new tokens to all tokens of their requests."""
+        query, key, value = (
+            proj(x).view(len(x), -1, self.head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query = rotate(self.q_norm(query), cos, sin)
+        key = rotate(self.k_norm(key), cos, sin)
+        out = memory.forward(query, key, value, plan)
+        return cast(Tensor, self.o_proj(out.reshape(len(x), -1)))
+
+
+def _head_norm(config: ModelConfig) -> nn.Module:
+    return (
+        RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+    )
+
+
+class MLP(nn.Module):
+    """The gated feed-forward network of a layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, wide, bias=False)
+        self.up_proj = nn.Linear(hidden, wide, bias=False)
+        self.down_proj = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Treat every token by itself."""
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    """Attention, then the MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """One layer for all new tokens."""
+        x = x + self.self_attn(self.input_layernorm(x), memory, plan, cos, sin)
+        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """Token ids in, logits of the wanted rows out."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.frequencies = rope_frequencies(config)  # never a parameter, never 16 bit
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        memory: Sequence[PagedAttention],
+        plan: Plan,
+        rows: Tensor,
+    ) -> Tensor:
+        """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
+        x = self.embed_tokens(token_ids)
+        angles = plan.positions[:, None] * self.frequencies.to(x.device)
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer, layer_memory in zip(self.layers, memory, strict=True):
+            x = layer(x, layer_memory, plan, cos, sin)
+        return cast(Tensor, self.lm_head(self.norm(x[rows])).float())

@@ -1,0 +1,158 @@
+# Exported from chapters/01_kv_cache.py. Edit the chapter, not this file.
+"""What was asked, and what comes back.
+
+Everything here is frozen or plain data. What changes while a request runs lives with
+its owner: pages with the prefix cache, queues with the scheduler.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+TokenIds = Sequence[int]  # any sequence of ints, or an encoded array("i")
+ExtraKey = str | bytes | int | tuple[object, ...] | None
+
+
+def encode_ids(token_ids: TokenIds) -> "array[int]":
+    """Return the ids as an array of 32-bit ints; an `array("i")` comes back as it is.
+
+    Converting a list costs more than looking its prefix up, so a request does it once.
+    Raises `ValueError` for anything that is not a 32-bit integer.
+    """
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids
+    try:
+        return array("i", token_ids)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"token ids must be 32-bit integers: {error}") from None
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the output tokens of one request.
+
+    `max_tokens` None means: up to the end of the model's context. `temperature` 0 is
+    greedy. `top_k` 0 or -1 keeps all tokens. `stop` strings end the text and are not
+    part of it; `stop_token_ids` and the model's own end tokens (unless `ignore_eos`)
+    end the output and stay in `token_ids`. Raises `ValueError` for bad values.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for holds, rule in self._rules():
+            if not holds:
+                raise ValueError(f"SamplingParams: {rule}")
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.max_tokens is None or _is_int(self.max_tokens, 1),
+                f"max_tokens must be a whole number >= 1, not {self.max_tokens}",
+            ),
+            (
+                0 <= self.temperature < float("inf"),
+                f"temperature must be 0 or more, not {self.temperature}",
+            ),
+            (
+                _is_int(self.top_k, -1),
+                f"top_k must be 0 or -1 (all tokens) or at least 1, not {self.top_k}",
+            ),
+            (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
+            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}"),
+            (
+                self.seed is None or _is_int(self.seed, None),
+                f"seed must be a whole number, not {self.seed!r}",
+            ),
+            (
+                all(isinstance(s, str) and s for s in self.stop or ()),
+                f"stop strings must be non-empty text, not {self.stop!r}",
+            ),
+            (
+                all(_is_int(t, 0) for t in self.stop_token_ids or ()),
+                f"stop_token_ids must be token ids, not {self.stop_token_ids!r}",
+            ),
+        ]
+
+
+def _is_int(value: object, least: int | None) -> bool:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return least is None or value >= least
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One prompt to continue. `arrival` numbers requests in the order they came."""
+
+    request_id: str
+    prompt_token_ids: "array[int]"
+    params: SamplingParams
+    extra_key: ExtraKey = None
+    priority: int = 0
+    arrival: int = 0
+    arrival_s: float = 0.0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The order of service: priority first (smaller wins), then arrival."""
+        return (self.priority, self.arrival)
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of the engine's clock."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token: from submission to first output, waiting included."""
+        return (
+            None if self.first_token_s is None else self.first_token_s - self.arrival_s
+        )
+
+    @property
+    def e2e_s(self) -> float | None:
+        """From submission to the last output token."""
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation; `finish_reason` is stop, length, abort, error, or None."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The state of a request after a step; final when `finished`.
+
+    `num_cached_tokens` are the prompt tokens whose K/V were there already when the
+    request was first admitted. It never changes afterwards.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt: str | None = field(default=None, repr=False)

@@ -1,0 +1,68 @@
+# Exported from chapters/05_model.py. Edit the chapter, not this file.
+"""Runs batches on a real model: owns the weights and the K/V memory."""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from minivllm.attention import PagedAttention, plan_batch
+from minivllm.batch import Chunk
+from minivllm.model import Decoder
+
+Sampler = Callable[
+    [Tensor, Sequence[Chunk]], list[int]
+]  # logits [chunks, vocab] -> ids
+
+
+def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    """Choose the token with the largest logit."""
+    return logits.argmax(-1).tolist()
+
+
+class ModelRunner:
+    """A model, its K/V memory of `num_pages` pages, and one scratch page on top."""
+
+    def __init__(
+        self, model: Decoder, num_pages: int, page_size: int, sampler: Sampler = greedy
+    ) -> None:
+        self.model = model
+        self.page_size = page_size
+        self.scratch_page = num_pages
+        self.sampler = sampler
+        weight = model.embed_tokens.weight
+        self.device = weight.device
+        config = model.config
+        shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
+        self.memory = [
+            PagedAttention(
+                *(
+                    torch.empty(shape, dtype=weight.dtype, device=self.device)
+                    for _ in "kv"
+                )
+            )
+            for _ in range(config.num_layers)
+        ]
+
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """One forward pass: write the chunks' K/V; a token for each that samples."""
+        logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
+        wanted = [chunk for chunk in chunks if chunk.samples]
+        tokens = iter(self.sampler(logits, wanted) if wanted else [])
+        return [next(tokens) if chunk.samples else None for chunk in chunks]
+
+    @torch.inference_mode()
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits after each sampling chunk's last token [samples, vocab]."""
+        plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
+        ids = torch.tensor(
+            [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long
+        )
+        ends = [
+            placed.rows.stop - 1
+            for chunk, placed in zip(chunks, plan.chunks, strict=True)
+            if chunk.samples
+        ]
+        rows = torch.tensor(ends, dtype=torch.long).to(self.device)
+        return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))

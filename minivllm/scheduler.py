@@ -1,0 +1,253 @@
+# Exported from chapters/07_engine.py. Edit the chapter, not this file.
+"""Who runs in the next step, with how many tokens, and in which pages."""
+
+from array import array
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from minivllm.batch import Chunk
+from minivllm.events import Observer, ignore
+from minivllm.pages import OutOfPages
+from minivllm.prefix_cache import Lease, PrefixCache
+from minivllm.request import Request
+
+
+@dataclass(eq=False)
+class RequestState:
+    """What changes about a request. Owned by the scheduler.
+
+    `tokens` are the prompt and the output so far; the first `num_committed` have K/V.
+    `high_water` is the largest `num_committed` there ever was: what lies below it and
+    is computed again is recomputation, and no cache hit.
+    """
+
+    request: Request
+    tokens: "array[int]"
+    max_output: int
+    lease: Lease | None = None
+    num_committed: int = 0
+    num_cached_tokens: int | None = None
+    high_water: int = 0
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that have no K/V yet. 1 while decoding."""
+        return len(self.tokens) - self.num_committed
+
+    @property
+    def footprint_tokens(self) -> int:
+        """K/V entries at the end: the last output token never gets one."""
+        return len(self.request.prompt_token_ids) + self.max_output - 1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The place in every queue: priority, then arrival."""
+        return self.request.order
+
+
+class Grouping(Protocol):
+    """Who is admitted next, and who is preempted first. Both lists are in order."""
+
+    def pick(self, waiting: Sequence[RequestState]) -> RequestState:
+        """Choose the next request to admit; `waiting` is not empty."""
+
+    def victim(self, running: Sequence[RequestState]) -> RequestState:
+        """Choose the request to preempt; `running` is not empty."""
+
+
+class ArrivalOrder:
+    """First come, first served; last come, first preempted."""
+
+    def pick(self, waiting: Sequence[RequestState]) -> RequestState:
+        """The head of the queue."""
+        return waiting[0]
+
+    def victim(self, running: Sequence[RequestState]) -> RequestState:
+        """The last to have come among the least important."""
+        return running[-1]
+
+
+@dataclass
+class Counters:
+    """Sums over the engine's life. A request is looked up once, at first admission."""
+
+    lookups: int = 0
+    hits: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+
+
+ADMISSIONS = ("optimistic", "reserve")
+
+
+class Scheduler:
+    """Two queues, in the order of service, and the budget of a step."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_running: int = 64,
+        max_batch_tokens: int = 2048,
+        admission: str = "optimistic",
+        grouping: Grouping | None = None,
+        observer: Observer = ignore,
+    ) -> None:
+        if max_running < 1 or max_batch_tokens < 1:
+            raise ValueError("max_running and max_batch_tokens must be at least 1")
+        if admission not in ADMISSIONS:
+            raise ValueError(
+                f"admission must be one of {ADMISSIONS}, not {admission!r}"
+            )
+        self.cache = cache
+        self.max_running = max_running
+        self.max_batch_tokens = max_batch_tokens
+        self.admission = admission
+        self.grouping = grouping or ArrivalOrder()
+        self.observer = observer
+        self.waiting: list[RequestState] = []
+        self.running: list[RequestState] = []
+        self.counters = Counters()
+
+    def add(self, state: RequestState) -> None:
+        """Queue a request at its place."""
+        insort(self.waiting, state, key=lambda s: s.order)
+
+    def schedule(self) -> list[Chunk]:
+        """Plan one step, pages included: continue what runs, then admit what fits."""
+        preemptions = self.counters.preemptions
+        batch = self._continue_running()
+        if self.counters.preemptions == preemptions:  # pages are short: let nobody in
+            batch += self._admit(
+                self.max_batch_tokens - sum(len(c.token_ids) for c in batch)
+            )
+        sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
+        self.observer("schedule", chunks=sizes)
+        return batch
+
+    def _continue_running(self) -> list[Chunk]:
+        batch: list[Chunk] = []
+        budget = self.max_batch_tokens
+        for state in list(self.running):
+            num_tokens = min(state.num_pending, budget) if state.lease else 0
+            if num_tokens == 0 or not self._make_room(state, num_tokens):
+                break  # no budget left, or from here on everyone was preempted
+            batch.append(self._chunk(state, num_tokens))
+            budget -= num_tokens
+        return batch
+
+    def _chunk(self, state: RequestState, num_tokens: int) -> Chunk:
+        assert state.lease is not None
+        start, end = state.num_committed, state.num_committed + num_tokens
+        return Chunk(
+            state.request.request_id,
+            state.tokens[start:end],
+            start,
+            tuple(state.lease.pages),
+            state.lease.num_shared,
+            samples=end == len(state.tokens),
+            params=state.request.params,
+        )
+
+    def _make_room(self, state: RequestState, num_tokens: int) -> bool:
+        """Get pages for a running request; False if it was itself the victim."""
+        assert state.lease is not None
+        while True:
+            try:
+                self.cache.grow(state.lease, state.num_committed + num_tokens)
+                return True
+            except OutOfPages:
+                victim = self.grouping.victim(self.running)
+                self._preempt(victim)
+                if victim is state:
+                    return False
+
+    def _preempt(self, state: RequestState) -> None:
+        """Back to the queue, at its old place; complete pages stay findable."""
+        self._leave(state)
+        state.num_committed = 0
+        self.counters.preemptions += 1
+        self.observer("preempt", request_id=state.request.request_id)
+        self.add(state)
+
+    def _leave(self, state: RequestState) -> None:
+        """Take a request out of whichever queue holds it, and end its lease."""
+        (self.running if state.lease else self.waiting).remove(state)
+        if state.lease:
+            self.cache.release(state.lease, state.tokens, state.num_committed)
+            state.lease = None
+
+    def finish(self, state: RequestState, reason: str) -> None:
+        """End a request, running or waiting, for whatever reason."""
+        self._leave(state)
+        self.observer("finish", request_id=state.request.request_id, reason=reason)
+
+    def _admit(self, budget: int) -> list[Chunk]:
+        batch: list[Chunk] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_running:
+            state = self.grouping.pick(self.waiting)
+            num_tokens = self._try_admit(state, budget)
+            if num_tokens == 0:
+                break
+            batch.append(self._chunk(state, num_tokens))
+            budget -= num_tokens
+        return batch
+
+    def _try_admit(self, state: RequestState, budget: int) -> int:
+        """Start a lease if the request fits; the size of its first chunk, or 0."""
+        if self.admission == "reserve" and not self._reservable(state):
+            return 0
+        lease = self.cache.acquire(state.tokens, state.request.extra_key)
+        cached = min(len(lease.pages) * self.cache.page_size, len(state.tokens) - 1)
+        num_tokens = min(len(state.tokens) - cached, budget)
+        try:
+            self.cache.grow(lease, cached + num_tokens)
+        except OutOfPages:
+            self.cache.release(lease, state.tokens, 0)
+            return 0
+        self.waiting.remove(state)
+        insort(self.running, state, key=lambda s: s.order)
+        state.lease, state.num_committed = lease, cached
+        self._count_admission(state, cached)
+        return num_tokens
+
+    def _reservable(self, state: RequestState) -> bool:
+        pages = (
+            self.cache.pages_for(s.footprint_tokens) for s in [*self.running, state]
+        )
+        return sum(pages) <= self.cache.pool.num_pages
+
+    def _count_admission(self, state: RequestState, cached: int) -> None:
+        """Count a request's lookup the first time only: a resumed one finds itself."""
+        state.high_water = max(state.high_water, cached)
+        self.observer("admit", request_id=state.request.request_id, cached=cached)
+        if state.num_cached_tokens is not None:
+            return
+        state.num_cached_tokens = cached
+        self.counters.lookups += 1
+        self.counters.hits += cached > 0
+        self.counters.queried_tokens += len(state.request.prompt_token_ids)
+        self.counters.cached_tokens += cached
+
+    def commit(self, state: RequestState, chunk: Chunk) -> None:
+        """The forward pass wrote this chunk's K/V: count it and move on."""
+        fresh = max(chunk.start, min(state.high_water, chunk.end))
+        prompt_end = len(state.request.prompt_token_ids)
+        self.counters.recomputed_tokens += fresh - chunk.start
+        self.counters.prefill_tokens += max(0, min(chunk.end, prompt_end) - fresh)
+        state.num_committed = chunk.end
+        state.high_water = max(state.high_water, chunk.end)
+
+    def stats(self) -> dict[str, int]:
+        """Queue lengths and counters."""
+        queues = {"running": len(self.running), "waiting": len(self.waiting)}
+        return queues | asdict(self.counters)

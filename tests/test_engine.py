@@ -1,0 +1,374 @@
+"""Scheduler and engine on a runner that notices every wrong page."""
+
+import itertools
+
+import pytest
+from checking_runner import CheckingRunner, cold_continuation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.engine import Engine, Limits, PublishAtFinish, PublishEachStep
+from minivllm.events import EventLog
+from minivllm.prefix_cache import PrefixCache
+from minivllm.request import SamplingParams
+from minivllm.scheduler import Scheduler
+
+VOCAB = 50
+PUBLISHERS = {"finish": PublishAtFinish, "step": PublishEachStep}
+
+
+def make_engine(
+    num_pages=64,
+    page_size=4,
+    index="radix",
+    eviction="lru",
+    publish="step",
+    fail=(),
+    eos=(),
+    log=None,
+    **options,
+):
+    log = log or EventLog()
+    cache = PrefixCache(num_pages, page_size, index, eviction, log)
+    scheduler = Scheduler(cache, observer=log, **options)
+    runner = CheckingRunner(page_size, VOCAB, fail)
+    limits = Limits(VOCAB, 200, frozenset(eos))
+    return Engine(
+        runner, scheduler, limits, publisher=PUBLISHERS[publish](), observer=log
+    )
+
+
+def run(engine, max_steps=10_000):
+    """Step to the end, with every invariant checked after each step."""
+    finished = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished():
+            break
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in finished
+                finished[output.request_id] = output
+        check(engine)
+    assert not engine.has_unfinished(), "a request that never ends"
+    stats = engine.stats()
+    assert stats["pages_private"] == stats["pages_pinned"] == 0, (
+        "idle, and pages are held"
+    )
+    return finished
+
+
+def check(engine):
+    scheduler = engine.scheduler
+    scheduler.cache.check()
+    assert all(state.lease is None for state in scheduler.waiting), "waiting with pages"
+    assert all(state.lease is not None for state in scheduler.running)
+    for queue in (scheduler.waiting, scheduler.running):
+        assert [s.order for s in queue] == sorted(s.order for s in queue)
+
+
+def ask(engine, prompt, max_tokens=4, **options):
+    """Submit one request and run it alone; its final output."""
+    name = engine.submit(prompt, SamplingParams(max_tokens=max_tokens), **options)
+    return run(engine)[name]
+
+
+def same_as_cold(output, max_tokens):
+    expected = cold_continuation(output.prompt_token_ids, max_tokens, VOCAB)
+    return output.outputs[0].token_ids == expected
+
+
+MATRIX = list(
+    itertools.product(
+        ["radix", "hash", "none"],
+        ["step", "finish"],
+        ["optimistic", "reserve"],
+        ["lru", "lfu", "fifo"],
+    )
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_every_combination_gives_the_cold_answer(data):
+    """The policy matrix under random arrivals, aborts, failures and tight pools."""
+    index, publish, admission, eviction = data.draw(st.sampled_from(MATRIX))
+    page_size = data.draw(st.sampled_from([1, 3, 4, 16]))
+    engine = make_engine(
+        num_pages=data.draw(st.integers(64 // page_size + 1, 200 // page_size)),
+        page_size=page_size,
+        index=index,
+        publish=publish,
+        admission=admission,
+        eviction=eviction,
+        max_running=data.draw(st.integers(1, 6)),
+        max_batch_tokens=data.draw(st.sampled_from([1, 5, 16, 100])),
+        fail=data.draw(st.sets(st.integers(1, 30), max_size=2)),
+    )
+    wanted, ended, live = {}, {}, []
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(
+            st.sampled_from(["submit", "submit", "step", "step", "abort"])
+        )
+        if action == "submit":
+            pages = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
+            prompt = [page for page in pages for _ in range(4)][
+                : data.draw(st.integers(1, 32))
+            ]
+            max_tokens = data.draw(st.integers(1, 20))
+            priority = data.draw(st.integers(0, 1))
+            name = engine.submit(
+                prompt, SamplingParams(max_tokens=max_tokens), priority=priority
+            )
+            wanted[name] = max_tokens
+            live.append(name)
+        elif action == "step":
+            ended |= {o.request_id: o for o in engine.step() if o.finished}
+        elif live:
+            name = live.pop(data.draw(st.integers(0, len(live) - 1)))
+            if output := engine.abort(name):
+                assert output.outputs[0].finish_reason == "abort"
+                ended[name] = output
+            assert engine.abort(name) is None
+        check(engine)
+    ended |= run(engine)
+    assert ended.keys() == wanted.keys(), "every request ends exactly once"
+    for name, output in ended.items():
+        reason = output.outputs[0].finish_reason
+        if reason == "length":
+            assert same_as_cold(output, wanted[name])
+        else:
+            assert reason in ("abort", "error")
+            sofar = output.outputs[0].token_ids
+            assert sofar == cold_continuation(
+                output.prompt_token_ids, len(sofar), VOCAB
+            )
+    assert index != "none" or engine.stats()["cached_tokens"] == 0
+
+
+def test_full_hits_compute_one_token_each():
+    """Eight identical 16-token prompts at page 4, one after the other: 16 + 7 × 1."""
+    engine = make_engine()
+    for _ in range(8):
+        assert same_as_cold(ask(engine, range(16), max_tokens=1), 1)
+    assert engine.runner.computed == 16 + 7
+    assert engine.stats()["prefill_tokens"] == 23
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_the_same_ids_twice(index):
+    """a4, b9: 8 ids twice at page 4 and at page 1: cached 7, the same answer."""
+    for page_size in (4, 1):
+        engine = make_engine(index=index, page_size=page_size)
+        first, second = ask(engine, range(8)), ask(engine, range(8))
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 7)
+        assert same_as_cold(second, 4)
+
+
+def test_a_shorter_prompt_than_the_cached_one():
+    """a13: [1..12], then [1..6]: cached 4."""
+    engine = make_engine()
+    ask(engine, range(1, 13))
+    output = ask(engine, range(1, 7))
+    assert output.num_cached_tokens == 4 and same_as_cold(output, 4)
+
+
+@pytest.mark.parametrize("publish", ["step", "finish"])
+def test_cold_twins_in_one_step_share_nothing(publish):
+    """a6, R01: published after the step is too late for the same step."""
+    engine = make_engine(publish=publish)
+    names = [engine.submit(range(12), SamplingParams(max_tokens=4)) for _ in range(2)]
+    outputs = run(engine)
+    assert [outputs[name].num_cached_tokens for name in names] == [0, 0]
+    assert all(same_as_cold(outputs[name], 4) for name in names)
+
+
+@pytest.mark.parametrize(("publish", "cached"), [("step", 480), ("finish", 0)])
+def test_a_follower_after_the_first_output_token(publish, cached):
+    """R07: it restores 480 of 493 if pages are published while their owner decodes."""
+    engine = make_engine(num_pages=128, page_size=16, publish=publish)
+    engine.limits = Limits(VOCAB, 1000)
+    prompt = [i % VOCAB for i in range(493)]
+    engine.submit(prompt, SamplingParams(max_tokens=128))
+    engine.step()
+    follower = engine.submit(prompt, SamplingParams(max_tokens=4))
+    assert run(engine)[follower].num_cached_tokens == cached
+
+
+def test_extra_keys_share_only_with_themselves():
+    """a10: salt s twice, salt t, none."""
+    engine = make_engine()
+    keys = ["s", "s", "t", None]
+    cached = [ask(engine, range(10), extra_key=key).num_cached_tokens for key in keys]
+    assert cached == [0, 8, 0, 0]
+
+
+def test_a_suffix_shorter_than_a_chunk_is_one_chunk():
+    """a5: chunk 8, prompt 16, 12 cached: one prefill step of 4 tokens."""
+    log = EventLog()
+    engine = make_engine(max_batch_tokens=8, log=log)
+    ask(engine, list(range(12)), max_tokens=1)
+    log.events.clear()
+    ask(engine, list(range(16)), max_tokens=1)
+    assert [e.details["chunks"] for e in log.of("schedule")] == [[("1", 12, 4)]]
+
+
+def test_a_prompt_above_the_budget_is_cut():
+    """d7: prompt 20, budget 8: steps of 8, 8, 4."""
+    log = EventLog()
+    engine = make_engine(max_batch_tokens=8, log=log)
+    ask(engine, list(range(20)), max_tokens=1)
+    assert [e.details["chunks"][0][2] for e in log.of("schedule")] == [8, 8, 4]
+
+
+def test_pages_are_exactly_enough():
+    """c6: prompt 4, five output tokens, page 4: two pages and no third."""
+    engine = make_engine(num_pages=2)
+    assert same_as_cold(ask(engine, range(4), max_tokens=5), 5)
+    with pytest.raises(ValueError, match="3 pages and the pool has 2"):
+        engine.submit(range(4), SamplingParams(max_tokens=6))
+
+
+def test_impossible_requests_are_refused_at_once():
+    """c3, f5, f6, f13: named, and the next request runs."""
+    engine = make_engine(num_pages=8)
+    for prompt, params, fault in [
+        (range(33), {}, "8"),
+        ([], {}, "empty"),
+        ([1, VOCAB], {}, f"token id {VOCAB}"),
+        ([1, -1], {}, "token id -1"),
+        ([1], {"stop_token_ids": [VOCAB]}, f"token id {VOCAB}"),
+        ([1] * 200, {}, "context"),
+        ([1.5], {}, "integers"),
+    ]:
+        with pytest.raises(ValueError, match=fault):
+            engine.submit(list(prompt), SamplingParams(**params))
+    assert not engine.has_unfinished()
+    assert same_as_cold(ask(engine, range(4)), 4)
+
+
+def test_the_context_ends_a_request():
+    """f13: context 200, prompt 199: one token, "length"."""
+    engine = make_engine()
+    output = ask(engine, [1] * 199, max_tokens=10)
+    assert len(output.outputs[0].token_ids) == 1
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_end_tokens():
+    """An end token stops and stays; ignore_eos goes on; stop_token_ids stop as well."""
+    prompt = list(range(7))
+    answer = cold_continuation(prompt, 6, VOCAB)
+    at = answer.index(answer[3]) + 1
+    engine = make_engine(eos=[answer[3]])
+    assert ask(engine, prompt, max_tokens=6).outputs[0].token_ids == answer[:at]
+    name = engine.submit(prompt, SamplingParams(max_tokens=6, ignore_eos=True))
+    assert run(engine)[name].outputs[0].token_ids == answer
+    engine = make_engine()
+    name = engine.submit(
+        prompt, SamplingParams(max_tokens=6, stop_token_ids=[answer[3]])
+    )
+    output = run(engine)[name].outputs[0]
+    assert (output.token_ids, output.finish_reason) == (answer[:at], "stop")
+
+
+def test_eight_hit_five_admitted():
+    """341 pages, 66 reserved each: a hit does not shrink the reservation."""
+    prompt = [i % VOCAB for i in range(929)]
+    for admission, expected in [("reserve", 5), ("optimistic", 8)]:
+        engine = make_engine(num_pages=341, page_size=16, admission=admission)
+        engine.limits = Limits(VOCAB, 4000)
+        ask(engine, prompt, max_tokens=1)
+        for _ in range(8):
+            engine.submit(prompt, SamplingParams(max_tokens=128))
+        engine.step()
+        assert len(engine.scheduler.running) == expected
+        outputs = run(engine)
+        assert {o.num_cached_tokens for o in outputs.values()} == {928}
+        assert engine.stats()["preemptions"] == 0 or admission == "optimistic"
+
+
+def test_preemption_is_not_a_hit():
+    """d2, d5, c4: random prompts, a tight pool: recompute is counted apart."""
+    log = EventLog()
+    engine = make_engine(num_pages=14, log=log)
+    names = [
+        engine.submit(
+            [(7 * i + j) % VOCAB for j in range(16)], SamplingParams(max_tokens=20)
+        )
+        for i in range(4)
+    ]
+    outputs = run(engine)
+    stats = engine.stats()
+    assert stats["preemptions"] > 0 and stats["recomputed_tokens"] > 0
+    assert stats["hits"] == stats["cached_tokens"] == 0 and stats["lookups"] == 4
+    assert stats["prefill_tokens"] == 64
+    assert all(same_as_cold(outputs[name], 20) for name in names)
+    assert "0" not in {e.details["request_id"] for e in log.of("preempt")}, (
+        "the first is safe"
+    )
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_abort_anywhere(steps):
+    """c8: waiting, between chunks, decoding; twice; nothing is left behind."""
+    engine = make_engine(max_batch_tokens=4)
+    name = engine.submit(range(12), SamplingParams(max_tokens=8))
+    for _ in range(steps):
+        engine.step()
+    output = engine.abort(name)
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+    assert engine.abort(name) is None and engine.abort("no such id") is None
+    assert not engine.has_unfinished() and engine.step() == []
+    run(engine)
+    cached = ask(engine, range(12)).num_cached_tokens
+    assert cached == min(4 * steps, 11) // 4 * 4 if steps < 3 else cached == 11
+
+
+def test_a_failed_forward_ends_its_requests_and_no_others():
+    """Nothing of a failed pass is committed or findable; the engine goes on."""
+    engine = make_engine(fail=[1], max_running=1)
+    first = engine.submit(range(12), SamplingParams(max_tokens=4))
+    second = engine.submit(range(12), SamplingParams(max_tokens=4))
+    outputs = run(engine)
+    assert outputs[first].outputs[0].finish_reason == "error"
+    assert outputs[second].num_cached_tokens == 0 and same_as_cold(outputs[second], 4)
+
+
+def test_priorities_go_first():
+    engine = make_engine(max_running=1)
+    low = engine.submit(range(8), SamplingParams(max_tokens=2), priority=1)
+    high = engine.submit(range(9), SamplingParams(max_tokens=2), priority=0)
+    assert list(run(engine)) == [high, low]
+
+
+def test_reset_prefix_cache():
+    engine = make_engine()
+    ask(engine, range(12))
+    engine.submit(range(12), SamplingParams(max_tokens=8))
+    engine.step()
+    assert engine.reset_prefix_cache() is False
+    run(engine)
+    assert engine.reset_prefix_cache() is True
+    assert ask(engine, range(12)).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_never_a_tail_without_its_head(index):
+    """b12: pool 3 pages; A = 12 ids, B = 4 others, A again: cached 8."""
+    engine = make_engine(num_pages=3, index=index)
+    ask(engine, range(12), max_tokens=1)
+    ask(engine, range(20, 24), max_tokens=1)
+    assert ask(engine, range(12), max_tokens=1).num_cached_tokens == 8
+
+
+def test_waiting_requests_own_nothing():
+    """c5: two prompts, the budget fits one: the other waits without pages."""
+    engine = make_engine(max_batch_tokens=8)
+    for i in range(2):
+        engine.submit([i] * 8, SamplingParams(max_tokens=2))
+    engine.step()
+    assert [len(q) for q in (engine.scheduler.running, engine.scheduler.waiting)] == [
+        1,
+        1,
+    ]
+    assert engine.stats()["pages_private"] + engine.stats()["pages_pinned"] == 2
