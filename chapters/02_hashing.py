@@ -3,9 +3,9 @@
 #
 # Two requests carry a prompt of 493 tokens. They are equal but for one token, number
 # 100, a digit in a timestamp. How much of the first request's K/V can the second one
-# use? 492 of 493 tokens are the same, so 99.8 percent would be a natural guess.
+# use? [492 of 493](#equal) tokens are the same, so 99.8 percent would be a natural guess.
 
-# %%
+# %% name="equal"
 import random
 
 rng = random.Random(7)
@@ -34,19 +34,19 @@ print(
 # a sequence into *pages* of 16 tokens (vLLM says *block*) and name each page. Memory
 # will be handed out in the same pages in chapter 4, so one unit serves both.
 
-# %%
+# %% name="full-pages"
 PAGE = 16
 print(len(first) // PAGE, "full pages and", len(first) % PAGE, "tokens over")
 
 # %% [markdown]
-# The 13 tokens at the end have no name. A page that is not full may still change (the
+# The [13](#full-pages) tokens at the end have no name. A page that is not full may still change (the
 # next token lands in it), and a name for something that changes names nothing.
 #
 # ## Content is not enough
 #
 # The obvious name of a page is a hash of its 16 tokens:
 
-# %%
+# %% name="by-content"
 import hashlib
 from array import array
 
@@ -70,7 +70,7 @@ def by_content(tokens: list[int]) -> list[bytes]:
 print(sum(surviving_pages(by_content)), "of 30 pages look reusable")
 
 # %% [markdown]
-# 29 of 30, and 23 of those 29 are wrong. An engine that trusts these names puts K/V from
+# [29 of 30](#by-content), and 23 of those 29 are wrong. An engine that trusts these names puts K/V from
 # one past under a different past. It does not crash. It answers, fluently, something
 # else. The smallest case: the same 16 tokens behind two different beginnings.
 
@@ -90,7 +90,7 @@ print("content says equal:", content_hash(french[16:]) == content_hash(german[16
 # What goes in must be the same on every machine and in every process, or two workers
 # could never speak of the same page. So: raw 32-bit little-endian integers, and a hash
 # from the standard library. Python's own `hash()` is out. It is salted anew in each
-# process for strings, and it has 64 bits, few enough that somebody can search for
+# process for strings and bytes, and it has 64 bits, few enough that somebody can search for
 # collisions.
 
 # %% export="hashing.py"
@@ -127,6 +127,11 @@ def root_hash(extra_key: ExtraKey = None) -> bytes:
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
 
+def page_name(past: bytes, page: bytes) -> bytes:
+    """The name of a page, from the name of its past and the bytes of its tokens."""
+    return blake2b(past + page, digest_size=DIGEST_BYTES).digest()
+
+
 def page_hashes(
     token_ids: TokenIds, page_size: int, extra_key: ExtraKey = None
 ) -> list[bytes]:
@@ -150,24 +155,16 @@ def extend_hashes(
     known: list[bytes], token_ids: TokenIds, page_size: int, extra_key: ExtraKey = None
 ) -> list[bytes]:
     """`page_hashes` of a sequence whose first pages are named already, in `known`."""
-    return chain_names(
-        known, token_bytes(token_ids), 4 * page_size, root_hash(extra_key)
-    )
-
-
-def chain_names(known: list[bytes], data: bytes, step: int, root: bytes) -> list[bytes]:
-    """Go on naming the pages of `data`, `step` bytes each, where `known` ends."""
+    data, step = token_bytes(token_ids), 4 * page_size
     names = list(known)
-    name = names[-1] if names else root
+    name = names[-1] if names else root_hash(extra_key)
     for start in range(len(names) * step, len(data) - step + 1, step):
-        name = blake2b(
-            name + data[start : start + step], digest_size=DIGEST_BYTES
-        ).digest()
+        name = page_name(name, data[start : start + step])
         names.append(name)
     return names
 
 
-# %%
+# %% name="by-chain" claims="V04"
 def by_chain(tokens: list[int]) -> list[bytes]:
     return page_hashes(tokens, PAGE)
 
@@ -193,7 +190,7 @@ draw_rows(
 )
 
 # %% [markdown]
-# Six pages, 96 tokens. The tokens 96 to 99, which are equal and lie before the change,
+# [Six](#by-chain) pages, 96 tokens. The tokens 96 to 99, which are equal and lie before the change,
 # are lost with their page: the page is the unit.
 #
 # The same 16 tokens under two pasts now have two names, tenants are kept apart, and
@@ -234,7 +231,7 @@ page_hashes(first, PAGE)[0].hex()
 # again in the first request of the new day?
 
 
-# %% tags=["solution"]
+# %% tags=["solution"] name="midnight"
 def survivors(today: list[int], tomorrow: list[int]) -> int:
     pairs = zip(page_hashes(today, PAGE), page_hashes(tomorrow, PAGE), strict=True)
     return sum(a == b for a, b in pairs)
@@ -251,7 +248,7 @@ print(date_first, date_last, recomputed)
 assert (date_first, date_last, recomputed) == (0, 64, 15)
 
 # %% [markdown]
-# 1,029 stable tokens fill 64 pages and leave 5 over; these 5 share a page with the date
+# 1,029 stable tokens fill [64](#midnight) pages and leave 5 over; these 5 share a page with the date
 # and go with it. At this length at most 15 tokens can be lost that way, 1.4 percent.
 # Moving one line of a template made the difference between nothing and nearly all.
 #

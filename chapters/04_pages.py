@@ -5,12 +5,12 @@
 # comes. Say we can afford 128 MiB for the model of chapter 1, at 32 bit. How many
 # requests with a 493-token prompt and 128 output tokens can be in it at once?
 
-# %%
+# %% name="fits"
 budget_bytes = 128 * 2**20
 bytes_per_token = (
     24_576  # 24 layers, 2 K/V heads of 64 numbers, a key and a value, 32 bit
 )
-context = 8_192  # what the model allows
+context = 8_192  # what such a model may allow
 
 print("tokens that fit:", budget_bytes // bytes_per_token)
 print(
@@ -24,7 +24,7 @@ print(
 
 # %% [markdown]
 # Nobody knows how long an answer will be, so the simple allocator reserves the longest
-# one, and fits *no* request. If it knew, eight would fit. This is the observation that
+# one, and fits *no* request. If it knew, [eight](#fits) would fit. This is the observation that
 # vLLM started from: K/V memory should be handed out like an operating system hands out
 # RAM, in small equal pages, when they are needed, wherever they are free. A request then
 # holds a *page table*: which page holds tokens 0 to 15, which holds 16 to 31, and so on.
@@ -87,6 +87,13 @@ class PagePool:
             self._is_out[page] = 1
         return pages
 
+
+# %% [markdown]
+# Taking back looks at all pages before it takes the first, so a bad list changes nothing.
+
+
+# %% export="pages.py"
+class PagePool(PagePool):
     def free(self, pages: Sequence[int]) -> None:
         """Take pages back. Raises `ValueError`, and takes none, if one is not out."""
         for page in pages:
@@ -112,8 +119,8 @@ for attempt in (lambda: pool.allocate(2), lambda: pool.free([mine[0], mine[0]]))
 # ## The life of a page
 #
 # Chapter 3's tree says which prefix lies in which slots. The pool says which pages are
-# free. Between them lies everything that goes wrong in practice, and it goes wrong when
-# nobody can say what state a page is in. So, the states:
+# free. Every other page is in use by somebody, and it must always be possible to say by
+# whom and for what. So, the states:
 #
 # | state | who may read it | who may write it |
 # |---|---|---|
@@ -129,20 +136,16 @@ for attempt in (lambda: pool.allocate(2), lambda: pool.free([mine[0], mine[0]]))
 # gone it is evictable, and stays until its memory is needed.
 #
 # Full and committed, both. A full page whose forward pass has not run yet holds whatever
-# the last owner left there. A committed page that is not full will be written again by
-# its owner, under the eyes of everyone who found it. Here is what this costs: a request
-# is aborted when 20 tokens are committed.
-
-# %%
-committed = 20
-print("reusable:", committed // PAGE * PAGE, "tokens of", committed)
+# the last owner left there. A page that is not full will be continued: by its owner, and by
+# everybody who found it, each with its own next token in the same slot.
 
 # %% [markdown]
 # ## Something to watch it with
 #
 # We want to see these transitions, in tests and in pictures, without printing in the
-# middle of an engine. Whatever changes a state calls an *observer* with what happened.
-# By default the observer does nothing.
+# middle of an engine. Whatever changes the state of a page calls an *observer* with what
+# happened; later the scheduler will do the same for requests. By default the observer does
+# nothing.
 
 # %% export="events.py"
 """What happened, in order: the one way to look into a running engine."""
@@ -190,9 +193,8 @@ class EventLog:
 # ## Two indexes, one set of questions
 #
 # vLLM finds prefixes by the chained hashes of chapter 2, in one flat table. SGLang finds
-# them in the tree of chapter 3. People compare the two as if they were different
-# features. For pages they answer the same questions, so we write the questions down and
-# let either answer:
+# them in the tree of chapter 3. For whole pages they answer the same questions, so we
+# write the questions down and let either answer:
 
 # %% export="prefix_cache.py"
 """The prefix cache: pages with owners, and an index that finds the published ones."""
@@ -201,17 +203,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minivllm.hashing import chain_names, root_hash, token_bytes
-from minivllm.radix import (
-    EVICTION,
-    EvictionQueue,
-    Handle,
-    Match,
-    Node,
-    RadixCache,
-    Slots,
-    StaleMatch,
-)
+from minivllm.hashing import page_name, root_hash
+from minivllm.radix import Handle, Match, Node, RadixCache, Root, Slots
 from minivllm.request import ExtraKey, TokenIds
 
 
@@ -238,12 +231,16 @@ class PageIndex(Protocol):
     def evict_pages(self, num_pages: int) -> list[int]:
         """Forget pages, next victims and tails first; their first slots."""
 
+    def pages(self) -> list[int]:
+        """All published pages."""
+
 
 # %% [markdown]
-# The tree of chapter 3 already answers them. The flat table needs a little more than a
-# dictionary: to evict tails first it must know which page follows which. Its entries are
-# therefore nodes too, one page each, with a parent. The dictionary only replaces the
-# walk: a page is found by its name, in one step, whatever its depth.
+# The tree of chapter 3 already answers them. The flat table is closer to it than it looks:
+# to let tails go first, it must know for each page the one before it and those after it.
+# That is a tree again, with nodes of one page each. What differs is how a page is found:
+# by its name, in one step, and not by walking through the children. So the table is the
+# same class with another walk.
 #
 # The name is not trusted. An entry counts only if its tokens are the tokens, and the
 # page before it is the page before it.
@@ -252,133 +249,76 @@ class PageIndex(Protocol):
 # %% export="prefix_cache.py"
 @dataclass(eq=False, slots=True)
 class Entry(Node):
-    """A page of the hash index: a node of one page that knows its name."""
+    """A node of one page that knows its name."""
 
     name: bytes = b""
 
 
-class HashIndex:
-    """A table from chained page hashes to pages: vLLM's index, `RadixCache`'s API."""
+class HashIndex(RadixCache):
+    """A table from chained page hashes to pages (vLLM's index), with the tree's API."""
 
     def __init__(self, page_size: int, eviction: str = "lru") -> None:
-        self.page_size = page_size
-        self.total_size = 0
-        self.protected_size = 0
-        self._step = 4 * page_size
+        super().__init__(page_size, eviction)
         self._entries: dict[bytes, Entry] = {}
-        self._roots: dict[ExtraKey, Node] = {}
-        self._clock = 0
-        self._leaves = EvictionQueue(EVICTION[eviction])
 
-    def _walk(self, key: bytes, extra_key: ExtraKey) -> tuple[list[Entry], list[bytes]]:
-        """The entries along `key`, and the names of all its pages."""
-        names = chain_names([], key, self._step, root_hash(extra_key))
-        parent: Node = self._root(extra_key)
-        path: list[Entry] = []
-        for i, name in enumerate(names):
+    def _walk(self, key: bytes, extra_key: ExtraKey) -> list[tuple[Node, int]]:
+        """The entries along `key`, found by name and confirmed by tokens and parent."""
+        parent: Node | None = self._roots.get(extra_key)
+        name, path = root_hash(extra_key), list[tuple[Node, int]]()
+        for start in range(0, len(key) - self._step + 1, self._step):
+            page = key[start : start + self._step]
+            name = page_name(name, page)
             entry = self._entries.get(name)
-            page = key[i * self._step : (i + 1) * self._step]
             if entry is None or entry.parent is not parent or entry.key != page:
                 break
-            path.append(entry)
+            path.append((entry, self._step))
             parent = entry
-        return path, names
-
-    def _root(self, extra_key: ExtraKey) -> Node:
-        return self._roots.setdefault(extra_key, Node(b"", array("i")))
-
-    def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
-        """Find the longest published prefix, in whole pages."""
-        key = token_bytes(token_ids)
-        return self._match(self._walk(key, extra_key)[0], key, extra_key)
-
-    def _match(self, path: list[Entry], key: bytes, extra_key: ExtraKey) -> Match:
-        slots = Slots(
-            array("i", (node.first_slots[0] for node in path)), self.page_size
-        )
-        return Match(len(slots), slots, key[: len(path) * self._step], extra_key)
-
-    def insert_pages(
-        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
-    ) -> tuple[int, Match]:
-        """Enter full pages; say how many tokens were known, and where all lie now."""
-        key = token_bytes(token_ids)[: len(first_slots) * self._step]
-        path, names = self._walk(key, extra_key)
-        known = len(path)
-        self._clock += 1
-        for i in range(known, len(names)):
-            if names[i] in self._entries:  # another past has this very name: stop here
-                break
-            parent = path[-1] if path else self._root(extra_key)
-            page = key[i * self._step : (i + 1) * self._step]
-            path.append(self._add(parent, names[i], page, first_slots[i : i + 1]))
-        self._touch(path)
-        return known * self.page_size, self._match(path, key, extra_key)
-
-    def _add(self, parent: Node, name: bytes, page: bytes, slot: "array[int]") -> Entry:
-        entry = Entry(page, slot, parent, created=self._clock, name=name)
-        parent.children[name] = self._entries[name] = entry
-        self.total_size += self.page_size
-        return entry
-
-    def _touch(self, path: list[Entry]) -> None:
-        for node in path:
-            node.last_access = self._clock
-            node.num_hits += 1
-        if path:
-            self._leaves.push(path[-1])
+        return path
 
 
 # %% [markdown]
-# Locks and eviction count in the same way as in the tree, one page at a time. Because
-# both use one tick for each operation and the same queue, they evict the same pages in
-# the same order. A test holds them against each other.
+# Entering pages adds one entry for each. The impossible case is handled too: if another
+# past owns the very name that a page would get, the page is not entered, nor is anything
+# after it. And an evicted entry leaves the table.
 
 
 # %% export="prefix_cache.py"
 class HashIndex(HashIndex):
-    def lock(self, match: Match) -> Handle:
-        """Protect a match from eviction; raises `StaleMatch` if it is shorter now."""
-        path, names = self._walk(match.key, match.extra_key)
-        if len(path) < len(names):
-            raise StaleMatch(
-                f"the {match.matched_len} tokens of the match were evicted"
+    def _add_leaf(self, parent: Node, key: bytes, first_slots: "array[int]") -> Node:
+        name = parent.name if isinstance(parent, Entry) else b""
+        if isinstance(parent, Root):
+            name = root_hash(parent.extra_key)
+        for i, slot in enumerate(first_slots):
+            page = key[i * self._step : (i + 1) * self._step]
+            name = page_name(name, page)
+            if name in self._entries:
+                break
+            entry = Entry(
+                page, array("i", [slot]), parent, created=self._clock, name=name
             )
-        self._clock += 1
-        self._touch(path)
-        end = path[-1] if path else self._root(match.extra_key)
-        self._count(end, +1)
-        return Handle(end)
+            parent.children[page] = self._entries[name] = entry
+            self.total_size += self.page_size
+            parent = entry
+        self._leaves.push(parent)
+        return parent
 
-    def unlock(self, handle: Handle) -> None:
-        """End the protection. Raises `ValueError` the second time."""
-        if handle.node is None:
-            raise ValueError("this handle was unlocked before")
-        self._count(handle.node, -1)
-        self._leaves.push(handle.node)
-        handle.node = None
+    def _trim(self, leaf: Node, num_pages: int) -> None:
+        super()._trim(leaf, num_pages)
+        assert isinstance(leaf, Entry)
+        del self._entries[leaf.name]
 
-    def _count(self, end: Node, change: int) -> None:
-        node: Node | None = end
-        while node is not None:
-            if node.locks + change == 0 or node.locks == 0:
-                self.protected_size += change * (len(node.key) // 4)
-            node.locks += change
-            node = node.parent
 
-    def evict_pages(self, num_pages: int) -> list[int]:
-        """Forget pages, next victims and tails first; their first slots."""
-        freed: list[int] = []
-        while len(freed) < num_pages and (leaf := self._leaves.pop()):
-            parent = leaf.parent
-            assert parent is not None and isinstance(leaf, Entry)
-            del parent.children[leaf.name], self._entries[leaf.name]
-            leaf.parent = None
-            freed.append(leaf.first_slots[0])
-            self._leaves.push(parent)
-        self.total_size -= len(freed) * self.page_size
-        return freed
+# %% [markdown]
+# Because the rest is shared, both keep time in the same ticks and use the same queue, so
+# they should evict the same pages in the same order. See it once (a property test tries
+# to refute it with random operations):
 
+# %%
+for index in (RadixCache(PAGE), HashIndex(PAGE)):
+    for slot, tokens in [(0, range(48)), (100, range(500, 532)), (200, range(16))]:
+        index.insert(tokens, range(slot, slot + len(tokens)))
+    pages_gone = [index.evict_pages(1)[0] for _ in range(5)]
+    print(f"{type(index).__name__:10}", pages_gone)
 
 # %% [markdown]
 # And the third choice, no sharing at all. It is the judge of the other two: whatever the
@@ -414,6 +354,10 @@ class NoIndex:
 
     def evict_pages(self, num_pages: int) -> list[int]:
         """Nothing can go."""
+        return []
+
+    def pages(self) -> list[int]:
+        """Nothing is published."""
         return []
 
 
@@ -478,6 +422,13 @@ class PrefixCache:
         self.published_tokens = 0
         self.evicted_tokens = 0
 
+
+# %% [markdown]
+# Acquiring is a match and a lock in one breath.
+
+
+# %% export="prefix_cache.py"
+class PrefixCache(PrefixCache):
     def acquire(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Lease:
         """Start a lease with the longest published prefix, pinned at once."""
         match = self.index.match_prefix(token_ids, extra_key)
@@ -486,6 +437,15 @@ class PrefixCache:
         self.leases.add(lease)
         return lease
 
+
+# %% [markdown]
+# Growing takes free pages first and evicts only what is missing. Evicting everything and then
+# failing all the same would throw other people's prefixes away for nothing, so it looks
+# first whether eviction can help.
+
+
+# %% export="prefix_cache.py"
+class PrefixCache(PrefixCache):
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Make room for the first `num_tokens` tokens, or raise `OutOfPages`."""
         missing = self.pages_for(num_tokens) - len(lease.pages)
@@ -493,6 +453,7 @@ class PrefixCache:
             return
         self._evict(missing - self.pool.num_free)
         lease.pages += self.pool.allocate(missing)
+        self.observer("allocate", pages=lease.pages[-missing:])
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold so many tokens."""
@@ -520,8 +481,8 @@ class PrefixCache:
 #
 # The index tells where the prefix lies now, so the remap needs no second search.
 #
-# **Release**: publish what is complete, whatever the policy, and give everything else
-# back.
+# **Release**: publish what is complete, even if nothing was published while the request
+# ran, and give everything else back.
 
 
 # %% export="prefix_cache.py"
@@ -540,9 +501,9 @@ class PrefixCache(PrefixCache):
         num_known, match = self.index.insert_pages(ids, slots, lease.extra_key)
         published = match.kv_indices.pages
         self._hand_over(lease, self.index.lock(match))
-        self.pool.free(
-            [a for a, b in zip(lease.pages, published, strict=False) if a != b]
-        )
+        spare = [a for a, b in zip(lease.pages, published, strict=False) if a != b]
+        self.pool.free(spare)
+        self.observer("free", pages=spare)
         lease.pages[: len(published)] = published
         lease.num_shared = len(published)
         self.published_tokens += match.matched_len - num_known
@@ -554,10 +515,20 @@ class PrefixCache(PrefixCache):
         if old is not None:
             self.index.unlock(old)
 
+
+# %% [markdown]
+# Release goes through the same door: publish what is complete, free the rest, unpin. A reset,
+# for when the weights change under the cache, refuses while anybody holds a lease; to forget
+# pages that are being read is not a reset but an accident.
+
+
+# %% export="prefix_cache.py"
+class PrefixCache(PrefixCache):
     def release(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
         """End a lease: publish its complete pages, give the others back, unpin."""
         self.publish(lease, token_ids, num_committed)
         self.pool.free(lease.pages[lease.num_shared :])
+        self.observer("free", pages=lease.pages[lease.num_shared :])
         self._hand_over(lease, None)
         self.leases.remove(lease)
         lease.pages, lease.num_shared = [], 0
@@ -572,7 +543,7 @@ class PrefixCache(PrefixCache):
 
 # %% [markdown]
 # What must always hold is one method. It does not trust the counters: it takes every
-# page by its number and asks who has it.
+# page by its number and asks who has it. Each page has exactly one answer.
 
 
 # %% export="prefix_cache.py"
@@ -593,20 +564,22 @@ class PrefixCache(PrefixCache):
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and every user is known."""
-        stats = self.stats()
+        stats, published = self.stats(), set(self.index.pages())
         private = [
             page for lease in self.leases for page in lease.pages[lease.num_shared :]
         ]
         pinned = {
             page for lease in self.leases for page in lease.pages[: lease.num_shared]
         }
+        free = {p for p in range(self.pool.num_pages) if not self.pool.is_out(p)}
         assert len(set(private)) == len(private), "a private page with two owners"
-        assert not pinned & set(private), "a page both private and published"
-        assert len(private) == stats["pages_private"], "a page that nobody holds"
+        assert not published & set(private), "a page both private and published"
+        assert not free & (published | set(private)), "a page that is free and in use"
+        assert free | published | set(private) == set(range(self.pool.num_pages))
+        assert pinned <= published, "a lease points to a page that is not published"
+        assert len(free) == stats["pages_free"]
+        assert len(private) == stats["pages_private"]
         assert len(pinned) == stats["pages_pinned"], "a pin without a user"
-        assert all(self.pool.is_out(page) for page in pinned | set(private)), (
-            "freed in use"
-        )
 
 
 # %% [markdown]
@@ -623,10 +596,24 @@ class PagePool(PagePool):
 # %% [markdown]
 # ## Three requests, one prefix
 #
-# A runs first and ends. Then B and C come with A's first 32 tokens and different rests,
+# First, what a page that is not full costs: a request of 40 tokens is aborted when 20 of them
+# are committed, and another comes with the same 40.
+
+# %% name="aborted" claims="S09 S10"
+cache = PrefixCache(num_pages=8, page_size=PAGE)
+tokens = list(range(40))
+aborted = cache.acquire(tokens)
+cache.grow(aborted, 40)
+cache.release(aborted, tokens, num_committed=20)
+print("reusable:", cache.acquire(tokens).num_shared * PAGE, "of 20 committed tokens")
+
+# %% [markdown]
+# Tokens 16 to 19 were computed and are lost with their page.
+#
+# Now A runs first and ends. Then B and C come with A's first 32 tokens and different rests,
 # at page size 16, in a pool of 8 pages.
 
-# %%
+# %% name="three" claims="S06"
 cache = PrefixCache(num_pages=8, page_size=PAGE)
 log = cache.observer = EventLog()
 common = list(range(32))
@@ -671,17 +658,23 @@ draw_rows(
     [("B's page table", table(b)), ("C's page table", table(c)), ("memory", memory)],
     unit=72,
     caption="Two page tables over one memory. The blue pages are written once and read by both; "
-    "the orange ones belong to one request each. A's third page was not full: it is free again.",
+    "the orange ones belong to one request each. A's third page, number 2, was not full: it "
+    "went back to the pool and is B's now.",
 )
 
 # %% [markdown]
-# Pages 0 and 1 are in both tables. When B ends they stay pinned for C; when C ends they
-# stay published, for whoever comes.
-#
-# Now the duplicate. Two requests start *before* anything is published, so each computes
-# the same 16 tokens in a page of its own:
+# Pages [0 and 1](#three) are in both tables. When B ends they stay pinned for C; when C ends they
+# stay published, for whoever comes. The log has the transitions in their order:
 
 # %%
+for event in log.events:
+    print(event.kind, event.details)
+
+# %% [markdown]
+# Now the duplicate. Two requests start *before* anything is published, so each computes
+# the same 32 tokens in two pages of its own:
+
+# %% name="twins"
 cache = PrefixCache(num_pages=8, page_size=PAGE)
 twins = [compute(common), compute(common)]
 print("before:", [twin.pages for twin in twins], "free:", cache.pool.num_free)
@@ -691,9 +684,35 @@ print("after: ", [twin.pages for twin in twins], "free:", cache.pool.num_free)
 cache.check()
 
 # %% [markdown]
-# The second twin's pages 2 and 3 are free, and its table says 0 and 1. They computed the
+# The second twin's pages [2 and 3](#twins) are free, and its table says [0 and 1](#twins). They computed the
 # prompt twice, though: publication came too late to save the work, only the memory. This
 # is the puzzle of the prologue, seen from below.
+#
+# What if the duplicates are freed and the table is *not* remapped? We break it on purpose:
+
+
+# %%
+class Forgetful(PrefixCache):
+    def publish(self, lease, token_ids, num_committed):
+        before = list(lease.pages)
+        super().publish(lease, token_ids, num_committed)
+        lease.pages = before
+
+
+cache = Forgetful(num_pages=8, page_size=PAGE)
+twins = [compute(common), compute(common)]
+for twin in twins:
+    cache.publish(twin, common, num_committed=32)
+stranger = compute(list(range(900, 932)))
+print("the second twin reads", twins[1].pages, "and a stranger writes", stranger.pages)
+try:
+    cache.check()
+except AssertionError as error:
+    print("check:", error)
+
+# %% [markdown]
+# The stranger is about to write over what the second twin reads. No exception would tell;
+# the twin's answer would turn to nonsense some steps later. Only the invariant notices.
 #
 # ## What still goes wrong
 #
@@ -702,20 +721,22 @@ cache.check()
 #
 # ## Exercise
 #
-# Three requests share page 0. One ends. How many users does page 0 have, and in which
-# state is it? The other two end: in which state is it then? Find out by running it.
+# Three requests share the three pages of a 48-token prompt. One ends. How many users does page
+# 0 have, and how many pages are pinned? The other two end: in which state are the pages then?
+# Find out by running it.
 
 # %% tags=["solution"]
 cache = PrefixCache(num_pages=8, page_size=PAGE)
-first = compute(common)
-cache.publish(first, common, num_committed=32)
-three = [first, compute(common), compute(common)]
+prompt = list(range(48))
+first = compute(prompt)
+cache.publish(first, prompt, num_committed=48)
+three = [first, compute(prompt), compute(prompt)]
 
-cache.release(three[0], common, num_committed=32)
+cache.release(three[0], prompt, num_committed=48)
 users = sum(0 in lease.pages for lease in cache.leases)
 pinned_then = cache.stats()["pages_pinned"]
 for lease in three[1:]:
-    cache.release(lease, common, num_committed=32)
+    cache.release(lease, prompt, num_committed=48)
 evictable_at_last = cache.stats()["pages_evictable"]
 print(
     users,
@@ -728,4 +749,8 @@ print(
 
 # %%
 cache.check()
-assert (users, pinned_then, evictable_at_last) == (2, 2, 2)
+assert (users, pinned_then, evictable_at_last) == (2, 3, 3)
+
+# %% [markdown]
+# Published pages survive all their users. Here a request matched its whole prompt; that one
+# token must be computed all the same is the scheduler's rule, in chapter 7.

@@ -5,10 +5,9 @@
 # and values over memory in pages of 16 tokens, in no order, some of them written by
 # another request. Does it still compute the same numbers?
 #
-# It must, to the last digit that float32 can promise, or nothing in this book is worth
-# having. So the chapter ends with that comparison. Until then we build the smallest
-# decoder that can read pages: one that does Llama, Qwen2 and Qwen3, because these
-# differ in three lines.
+# It must, to the last digit that float32 can promise. So the chapter ends with that
+# comparison. Until then we build the smallest decoder that can read pages: one that does
+# Llama, Qwen2 and Qwen3, because these differ in a few lines.
 #
 # ## What a forward pass must be told
 #
@@ -63,7 +62,7 @@ class Chunk:
 # gather the slots of the request's context, in order, and go on as always.
 #
 # The plan of a batch (which slots to write, which to read, which mask) is the same for
-# all layers, so it is made once a step and used 30 times.
+# all layers, so it is made once a step, and used by every layer.
 
 # %% export="attention.py"
 """Attention that reads keys and values through page tables."""
@@ -134,6 +133,12 @@ def plan_batch(
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
 
 
+# %% [markdown]
+# Three small helpers make the tensors: numbers as indices, the slots of a context, and the
+# mask that lets each new token look at everything up to itself.
+
+
+# %% export="attention.py"
 def _longs(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.long).to(device)
 
@@ -153,8 +158,8 @@ def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
 
 
 # %% [markdown]
-# Now a layer's turn. The order of the two lines in `forward` is a promise that chapter 9
-# will lean on: *first* all new keys and values of the whole batch are written, *then*
+# Now a layer's turn. The order inside `forward` is a promise that chapter 9 will lean
+# on: *first* all new keys and values of the whole batch are written, *then*
 # anybody attends. A request may therefore read, in the same step, what another request
 # of the same batch has just written.
 
@@ -195,7 +200,7 @@ class PagedAttention:
 # Try it on one request of 20 tokens whose two pages lie at 5 and 2, and compare with
 # attention over contiguous tensors.
 
-# %%
+# %% name="scattered"
 from minivllm.request import encode_ids
 
 torch.manual_seed(0)
@@ -222,13 +227,13 @@ print(
 )
 
 # %% [markdown]
-# Slots 80 to 95 are page 5, slots 32 to 35 the beginning of page 2. Memory order is not
+# Slots [80 to 95](#scattered) are page 5, slots [32 to 35](#scattered) the beginning of page 2. Memory order is not
 # token order, and nothing depends on it.
 #
 # ## The decoder
 #
-# The rest is the transformer that everybody knows, on flat tokens. Its shape is a small
-# frozen record. The three families differ in it by two flags: Qwen2 adds a bias to the
+# The rest is an ordinary decoder, on flat tokens. Its shape is a small frozen record. The
+# three families differ in it by two flags: Qwen2 adds a bias to the
 # query, key and value projections; Qwen3 normalises each query and key head.
 
 # %% export="model.py"
@@ -282,7 +287,9 @@ class ModelConfig:
 # it, one more reason why only *prefixes* can be shared: the same words at another place
 # have other keys.
 #
-# Llama 3 stretches the slow rotations to reach longer contexts.
+# Llama 3 stretches the slow rotations to reach longer contexts. `turns` says how often a
+# pair goes round within the original context: pairs with few turns are slowed down, pairs
+# with many are left alone, and those between are blended.
 
 
 # %% export="model.py"
@@ -307,6 +314,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
+# %% [markdown]
+# The one normalisation that all three families use, in 32 bit whatever the weights are:
+# squaring 16-bit numbers loses too much.
+
+
+# %% export="model.py"
 class RMSNorm(nn.Module):
     """Scale to unit mean square, in float32, and multiply by a learned weight."""
 
@@ -364,6 +377,12 @@ def _head_norm(config: ModelConfig) -> nn.Module:
     )
 
 
+# %% [markdown]
+# The other half of a layer treats every token by itself, and a layer is the two halves, each
+# added to what came in.
+
+
+# %% export="model.py"
 class MLP(nn.Module):
     """The gated feed-forward network of a layer."""
 
@@ -399,8 +418,8 @@ class Layer(nn.Module):
 
 # %% [markdown]
 # At the end, logits. A prefill chunk of 512 tokens needs the logits of its last token
-# only, and with a vocabulary of 49,152 the head is a large part of the model: computing
-# it for all 512 would waste most of a second. So the caller names the rows it wants.
+# only, and with a vocabulary of 49,152 the head is a large part of the model: it would be
+# multiplied 511 times for nothing. So the caller names the rows it wants.
 
 
 # %% export="model.py"
@@ -483,12 +502,20 @@ class ModelRunner:
             PagedAttention(
                 *(
                     torch.empty(shape, dtype=weight.dtype, device=self.device)
-                    for _ in "kv"
+                    for _ in range(2)
                 )
             )
             for _ in range(config.num_layers)
         ]
 
+
+# %% [markdown]
+# A run is one forward pass, whether or not anybody wants a token from it: a chunk in the
+# middle of a prompt asks for no logits, but its keys and values must be written.
+
+
+# %% export="runner.py"
+class ModelRunner(ModelRunner):
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
@@ -536,7 +563,7 @@ reference = LlamaForCausalLM(
 config = ModelConfig(99, 32, 64, 3, 4, 2, head_dim=8, max_context=256)
 model = Decoder(config)
 weights = {name.removeprefix("model."): w for name, w in reference.state_dict().items()}
-missing = model.load_state_dict(weights)
+model.load_state_dict(weights)
 
 # %%
 from itertools import pairwise
@@ -569,38 +596,28 @@ for way, logits in results.items():
 # %% tags=["hide-input"]
 from minivllm.drawing import draw_rows
 
-owner = {6: "A", 1: "A", 3: "A", 0: "B", 7: "B", 2: "B", 4: "C"}
+owner_of = {6: "A", 1: "A", 3: "A", 0: "B", 7: "B", 2: "B", 4: "C"}
+
+
+def table(pages: list[int], num_shared: int = 0):
+    state = ["pinned"] * num_shared + ["private"] * len(pages)
+    return [(i, 1, state[i], f"page {page}") for i, page in enumerate(pages)]
+
+
+memory = [
+    (p, 1, "private" if p in owner_of else "free", f"{p}: {owner_of.get(p, 'free')}")
+    for p in range(8)
+]
 draw_rows(
     [
-        (
-            "A, in one go",
-            [
-                (i, 1, "published" if i < 2 else "private", f"page {p}")
-                for i, p in enumerate([6, 1, 3])
-            ],
-        ),
-        (
-            "B, in chunks",
-            [(i, 1, "private", f"page {p}") for i, p in enumerate([0, 7, 2])],
-        ),
-        (
-            "C, cached + rest",
-            [
-                (i, 1, "pinned" if i < 2 else "private", f"page {p}")
-                for i, p in enumerate([6, 1, 4])
-            ],
-        ),
-        (
-            "memory",
-            [
-                (p, 1, "private" if p in owner else "free", owner.get(p, ""))
-                for p in range(8)
-            ],
-        ),
+        ("A, in one go", table([6, 1, 3])),
+        ("B, in chunks", table([0, 7, 2])),
+        ("C, cached + rest", table([6, 1, 4], num_shared=2)),
+        ("memory", memory),
     ],
     unit=70,
-    caption="The three page tables of the comparison. C reads the first two pages of A and "
-    "writes only its own third page; its logits are the same.",
+    caption="The three page tables of the comparison, and whose page each is. C reads two pages "
+    "of A (blue) and writes only its own third page; its logits are the same.",
 )
 
 # %% [markdown]
@@ -608,9 +625,29 @@ draw_rows(
 # other 32 from pages 6 and 1, and its logits are those of a model that computed
 # everything.
 #
+# The tests do the same for Qwen2, Qwen3, Llama 3's rotation and the real SmolLM2.
+#
 # *Equal* means: within 1e-5. Adding the same floats in another order rounds differently,
 # and a chunk of 9 tokens is multiplied by other kernels than one of 40. Nobody promises
 # equal bits, and the tests of this book do not ask for them.
+#
+# ## Written, then read, in one step
+#
+# What about the promise that all keys and values are written before anybody attends? Put
+# both requests in *one* batch: A computes its 32 tokens, and C, in the same forward pass,
+# reads pages that A has not written when the pass begins.
+
+# %%
+fresh = ModelRunner(model, num_pages=8, page_size=16)
+owner = Chunk("A", tokens[:32], 0, [6, 1], 0, samples=False)
+reader = Chunk("C", tokens[32:], 32, [6, 1, 4], 2, samples=True)
+together = fresh.logits([owner, reader])[0]
+print("equal" if (together - expected).abs().max() < 1e-5 else "DIFFERENT")
+
+# %% [markdown]
+# In every layer C's queries meet keys that were written a moment before. This is safe for
+# attention. A layer that carries a state from token to token, as recurrent layers do, has
+# no such moment between writing and reading.
 #
 # ## A test that can fail
 #
@@ -633,8 +670,9 @@ print("equal" if (broken - expected).abs().max() < 1e-5 else "DIFFERENT")
 # ## Exercise
 #
 # A prompt of 32 tokens is cached entirely, in pages 6 and 1. One token must be computed
-# again to get logits: the last, at position 31. Build its chunk. Which slot does it
-# write, and are its logits those of the reference?
+# again to get logits: the last, at position 31. Build its chunk for a runner of 8 pages,
+# whose scratch page is therefore number 8. Which slot does it write, and are its logits
+# those of the reference?
 
 # %% tags=["solution"]
 fresh = ModelRunner(model, num_pages=8, page_size=16)

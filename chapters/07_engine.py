@@ -93,8 +93,8 @@ class Grouping(Protocol):
     def pick(self, waiting: Sequence[RequestState]) -> RequestState:
         """Choose the next request to admit; `waiting` is not empty."""
 
-    def victim(self, running: Sequence[RequestState]) -> RequestState:
-        """Choose the request to preempt; `running` is not empty."""
+    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
+        """Choose the request to preempt, among those not served yet in this step."""
 
 
 class ArrivalOrder:
@@ -104,9 +104,9 @@ class ArrivalOrder:
         """The head of the queue."""
         return waiting[0]
 
-    def victim(self, running: Sequence[RequestState]) -> RequestState:
+    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """The last to have come among the least important."""
-        return running[-1]
+        return unserved[-1]
 
 
 @dataclass
@@ -162,6 +162,14 @@ class Scheduler:
         self.running: list[RequestState] = []
         self.counters = Counters()
 
+
+# %% [markdown]
+# Now the planning itself. First those who run, then, if none of them had to be sent away,
+# those who wait.
+
+
+# %% export="scheduler.py"
+class Scheduler(Scheduler):
     def add(self, state: RequestState) -> None:
         """Queue a request at its place."""
         insort(self.waiting, state, key=lambda s: s.order)
@@ -189,6 +197,14 @@ class Scheduler:
             budget -= num_tokens
         return batch
 
+
+# %% [markdown]
+# A chunk is chapter 5's description of the work. It *samples* if it reaches the last token
+# that is known: then the forward pass tells what comes next.
+
+
+# %% export="scheduler.py"
+class Scheduler(Scheduler):
     def _chunk(self, state: RequestState, num_tokens: int) -> Chunk:
         assert state.lease is not None
         start, end = state.num_committed, state.num_committed + num_tokens
@@ -214,9 +230,10 @@ class Scheduler:
 # they stay findable until somebody needs the memory. If the request comes back soon it
 # finds most of its own past in the prefix cache.
 #
-# Running requests are served in order, and victims are taken from the end of the same
-# order. So whoever is preempted is not in this step's batch yet. If the victim is the
-# request that we are trying to serve, it is the last, and the step ends there.
+# Running requests are served in order, and a victim is chosen among those that have not been
+# served yet: the one that needs pages now, and those after it. So whoever is preempted is
+# never in this step's batch. By default it is the last of them. If that is the very request
+# that we are trying to serve, the step ends there.
 
 
 # %% export="scheduler.py"
@@ -229,7 +246,8 @@ class Scheduler(Scheduler):
                 self.cache.grow(state.lease, state.num_committed + num_tokens)
                 return True
             except OutOfPages:
-                victim = self.grouping.victim(self.running)
+                unserved = self.running[self.running.index(state) :]
+                victim = self.grouping.victim(unserved)
                 self._preempt(victim)
                 if victim is state:
                     return False
@@ -242,6 +260,13 @@ class Scheduler(Scheduler):
         self.observer("preempt", request_id=state.request.request_id)
         self.add(state)
 
+
+# %% [markdown]
+# Leaving a queue is one thing for all: preempted, finished, aborted.
+
+
+# %% export="scheduler.py"
+class Scheduler(Scheduler):
     def _leave(self, state: RequestState) -> None:
         """Take a request out of whichever queue holds it, and end its lease."""
         (self.running if state.lease else self.waiting).remove(state)
@@ -265,8 +290,8 @@ class Scheduler(Scheduler):
 # pages for the first chunk only, hopes that not everybody will use all output tokens,
 # and preempts when it hoped too much. *Reserve* admission (mini-vllm-rs, mini-sglang)
 # adds up everybody's largest possible footprint, and lets nobody in who could make it
-# overflow. It never preempts, and a cache hit does not help: the reservation is for the
-# worst case, and in the worst case the shared pages are no longer shared by anyone else.
+# overflow. It never preempts, and a cache hit does not help: if B were credited for what it
+# shares with A, A's end would take away the reservation for pages that B still holds.
 
 
 # %% export="scheduler.py"
@@ -300,6 +325,15 @@ class Scheduler(Scheduler):
         self._count_admission(state, cached)
         return num_tokens
 
+
+# %% [markdown]
+# The reservation counts the worst case of everybody who runs, and of the one who wants in. And
+# an admitted request is counted, once in its life: when it comes back after a preemption it
+# may find its own pages, and that is no hit.
+
+
+# %% export="scheduler.py"
+class Scheduler(Scheduler):
     def _reservable(self, state: RequestState) -> bool:
         pages = (
             self.cache.pages_for(s.footprint_tokens) for s in [*self.running, state]
@@ -324,8 +358,8 @@ class Scheduler(Scheduler):
 # is computed, for its logits.
 #
 # After the forward pass has succeeded, and only then, its tokens are committed. What is
-# counted where decides whether a report tells the truth: a token computed again after a
-# preemption is neither a prefill token nor, when its page was found in the cache, a hit.
+# counted where decides whether a report tells the truth. A token that is computed again
+# after a preemption is no prefill token. If its page was found again, that is no hit.
 
 
 # %% export="scheduler.py"
@@ -407,6 +441,12 @@ class WallClock:
         return time.perf_counter()
 
 
+# %% [markdown]
+# Text is somebody else's business. The engine feeds tokens to a writer and asks whether it has
+# seen enough.
+
+
+# %% export="engine.py"
 class Writer(Protocol):
     """The text of one request."""
 
@@ -438,7 +478,7 @@ class Publisher(Protocol):
 
 
 class PublishAtFinish:
-    """Nothing is visible before its owner has ended."""
+    """Nothing is visible before its owner has ended, or was preempted."""
 
     def num_visible(self, state: RequestState) -> int:
         """None."""
@@ -453,6 +493,13 @@ class PublishEachStep:
         return state.num_committed
 
 
+# %% [markdown]
+# The coordinator's seam is the one that chapter 10 will fill. A request is admitted as a
+# *leader*, which runs, or as a *follower*, which is held until the leader's work is there;
+# and the coordinator hears of everything that could end a wait.
+
+
+# %% export="engine.py"
 class Coordinator(Protocol):
     """Who waits for whom. Returned ids are followers that may be scheduled now."""
 
@@ -522,6 +569,12 @@ class Progress:
     finish_reason: str | None = None
 
 
+# %% [markdown]
+# The engine holds the parts, and remembers of each live request what nobody else does: its
+# text so far, its times, why it ended.
+
+
+# %% export="engine.py"
 class Engine:
     """Requests in, outputs out, one step at a time. Not thread-safe."""
 
@@ -548,33 +601,54 @@ class Engine:
         self._live: dict[str, Progress] = {}
         self._num_submitted = 0
 
+
+# %% [markdown]
+# The checks at the door:
+
+
+# %% export="engine.py"
+class Engine(Engine):
     def check(self, token_ids: TokenIds, params: SamplingParams) -> int:
         """How many output tokens a request may have; `ValueError` if it cannot run."""
         size, context = len(token_ids), self.limits.max_context
-        last_id = self.limits.vocab_size - 1
         if size == 0:
             raise ValueError("the prompt is empty")
         for ids in (token_ids, params.stop_token_ids or ()):
-            if ids and (min(ids) < 0 or max(ids) > last_id):
-                wrong = next(i for i in ids if not 0 <= i <= last_id)
-                raise ValueError(
-                    f"token id {wrong} is not in 0 to {last_id}, the vocabulary"
-                )
+            self._check_ids(ids)
         if size >= context:
             raise ValueError(
                 f"the prompt has {size} tokens and the model's context {context}: "
                 "no room for an output token"
             )
         max_output = min(params.max_tokens or context, context - size)
+        self._check_footprint(size + max_output - 1)
+        return max_output
+
+    def _check_ids(self, token_ids: TokenIds) -> None:
+        last_id = self.limits.vocab_size - 1
+        if token_ids and (min(token_ids) < 0 or max(token_ids) > last_id):
+            wrong = next(i for i in token_ids if not 0 <= i <= last_id)
+            raise ValueError(
+                f"token id {wrong} is not in 0 to {last_id}, the vocabulary"
+            )
+
+    def _check_footprint(self, num_tokens: int) -> None:
         cache = self.scheduler.cache
-        needed, there = cache.pages_for(size + max_output - 1), cache.pool.num_pages
+        needed, there = cache.pages_for(num_tokens), cache.pool.num_pages
         if needed > there:
             raise ValueError(
                 f"the request may need {needed} pages and the pool has {there}: "
                 "lower max_tokens or raise num_pages"
             )
-        return max_output
 
+
+# %% [markdown]
+# Whoever passes them gets an id and a place in the queue, unless the coordinator holds it
+# back.
+
+
+# %% export="engine.py"
+class Engine(Engine):
     def submit(
         self,
         token_ids: TokenIds,
@@ -630,7 +704,7 @@ class Engine(Engine):
 
 # %% [markdown]
 # If the forward pass raises, nothing of it is committed; its requests end with an error,
-# and their pages go back. The others never notice.
+# and their pages go back. Requests that were not in the batch go on (we will see it).
 #
 # Committing means: the K/V are there; the new token, if there is one, is known; maybe it
 # was the last.
@@ -667,6 +741,14 @@ class Engine(Engine):
         elif state.num_output >= state.max_output:
             progress.finish_reason = "length"
 
+
+# %% [markdown]
+# Publishing comes in an order that matters: everything that this step completed becomes
+# visible first, and only then are those told who waited for it.
+
+
+# %% export="engine.py"
+class Engine(Engine):
     def _publish(self, batch: Sequence[Chunk], advanced: Sequence[Progress]) -> None:
         """First everything becomes visible, then those who waited for it are told."""
         for chunk in batch:
@@ -754,7 +836,7 @@ class Engine(Engine):
 # makes the same decisions as a real one, because scheduler, cache and engine are the
 # real ones.
 
-# %%
+# %% name="eight" claims="S01"
 from minivllm.events import EventLog
 from minivllm.prefix_cache import PrefixCache
 
@@ -778,7 +860,7 @@ def make_engine(num_pages: int, log=ignore, publisher=None, **options) -> Engine
     )
 
 
-def finish(engine: Engine) -> list[RequestOutput]:
+def run_all(engine: Engine) -> list[RequestOutput]:
     outputs = []
     while engine.has_unfinished():
         outputs += [output for output in engine.step() if output.finished]
@@ -790,19 +872,16 @@ prompt = list(range(929))
 for admission in ADMISSIONS:
     engine = make_engine(341, admission=admission)
     engine.submit(prompt, SamplingParams(max_tokens=1))
-    finish(engine)  # the cache is warm now
+    run_all(engine)  # the cache is warm now
     for _ in range(8):
         engine.submit(prompt, SamplingParams(max_tokens=128))
     engine.step()
     running = len(engine.scheduler.running)
-    outputs = finish(engine)
-    print(
-        f"{admission:11} {running} run at once, cached:",
-        [o.num_cached_tokens for o in outputs],
-    )
+    cached = [output.num_cached_tokens for output in run_all(engine)]
+    print(f"{admission:11} {running} run at once, cached: {cached}")
 
 # %% [markdown]
-# All eight hit 928 of 929 tokens under either rule. Under `reserve`, five run: each is
+# All [eight](#eight) hit [928](#eight) of 929 tokens under either rule. Under `reserve`, [five](#eight) run: each is
 # charged (929 + 128 − 1) / 16 = 66 pages, and 341 // 66 = 5. The other three hit just as
 # well, and wait. A hit says how much need not be computed. It does not say that there is
 # room.
@@ -812,12 +891,12 @@ for admission in ADMISSIONS:
 # Three requests, 96 prompt tokens each, 40 output tokens, and a pool of 22 pages. They
 # start well. Each will need 9 pages before the end, and 27 is more than 22.
 
-# %%
+# %% name="short"
 log = EventLog()
 engine = make_engine(22, log, max_batch_tokens=128)
 for i in range(3):
     engine.submit([i] * 96, SamplingParams(max_tokens=40))
-outputs = finish(engine)
+outputs = run_all(engine)
 print(
     {
         name: engine.stats()[name]
@@ -826,54 +905,88 @@ print(
 )
 
 # %% tags=["hide-input"]
-from minivllm.drawing import draw_rows
+from minivllm.drawing import draw_rows, rows_of_steps
 
-rows: dict[str, list[list]] = {str(i): [] for i in range(3)}
-steps = list(log.of("schedule", "preempt"))
-step = -1
-for event in steps:
-    if event.kind == "preempt":
-        rows[event.details["request_id"]].append([step + 1, 1, "lost", "×"])
-        continue
-    step += 1
-    for request_id, _, size in event.details["chunks"]:
-        row, state = rows[request_id], "private" if size > 1 else "published"
-        if (
-            row
-            and row[-1][2] == state == "published"
-            and row[-1][0] + row[-1][1] == step
-        ):
-            row[-1][1] += 1
-        else:
-            row.append([step, 1, state, ""])
+steps = [event.details["chunks"] for event in log.of("schedule")]
+rows = rows_of_steps(steps)
 draw_rows(
-    [(f"request {i}", [tuple(cell) for cell in row]) for i, row in rows.items()],
-    caption="Steps from left to right. Orange: prompt tokens (or recomputed ones); green: one "
-    "token decoded a step; red: preempted. Request 2 came last, gives its pages up, and returns "
-    "at its old place when there is room.",
+    [(f"request {name}", row) for name, row in sorted(rows.items())],
+    caption="Steps from left to right, each as wide as its work. Cells with a number: prompt "
+    "tokens are computed, or computed again; the others: one token a step. Request 2 came last "
+    "and is preempted in the middle. It comes back, at its old place, when there is room.",
 )
 
 # %% [markdown]
 # Request 2 was the last to come, so it went. When it came back it found complete pages of
 # its own in the cache, as far as they had not been evicted meanwhile, and recomputed the
-# rest. `hits` stayed at 0, and must: no request ever used anybody else's work. Count the
-# resumption as a hit, as some engines did, and this run reports a hit rate it does not have.
+# rest:
+
+# %%
+print(
+    [event.details for event in log.of("admit") if event.details["request_id"] == "2"]
+)
+
+# %% [markdown]
+# The first admission found nothing, the second one some of its own past. And `hits` stayed at [0](#short), and must: no request ever used anybody else's work. Count the
+# resumption as a hit, and this run reports a hit rate that it does not have.
 #
+# With `reserve` the same three requests never meet that trouble. They wait instead:
+
+# %%
+for admission in ADMISSIONS:
+    log = EventLog()
+    engine = make_engine(22, log, max_batch_tokens=128, admission=admission)
+    for i in range(3):
+        engine.submit([i] * 96, SamplingParams(max_tokens=40))
+    run_all(engine)
+    steps = sum(1 for _ in log.of("schedule"))
+    print(f"{admission:11} {engine.stats()['preemptions']} preempted, {steps} steps")
+
+# %% [markdown]
+# ## A forward pass that fails
+#
+# One more promise. The runner below raises in its second pass, when request 0 is running alone;
+# request 1 waits for its slot.
+
+
+# %%
+class FailingRunner(ZeroRunner):
+    passes = 0
+
+    def run(self, chunks):
+        self.passes += 1
+        if self.passes == 2:
+            raise RuntimeError("a kernel failed")
+        return super().run(chunks)
+
+
+logger.disabled = True  # the engine logs the traceback; not here
+engine = make_engine(22, max_running=1)
+engine.runner = FailingRunner()
+for i in range(2):
+    engine.submit([i] * 32, SamplingParams(max_tokens=3))
+for output in run_all(engine):
+    print(
+        output.request_id, output.outputs[0].finish_reason, output.outputs[0].token_ids
+    )
+print(engine.stats()["pages_private"], "pages held by nobody who lives")
+
+# %% [markdown]
 # ## The puzzle, in the loop
 #
 # The publisher decides when pages are findable. Two identical prompts, submitted together,
 # under both of our rules:
 
-# %%
+# %% name="publishers"
 for publisher in (PublishAtFinish(), PublishEachStep()):
     engine = make_engine(341, publisher=publisher)
     for _ in range(2):
         engine.submit(prompt, SamplingParams(max_tokens=4))
-    outputs = finish(engine)
+    outputs = run_all(engine)
     print(type(publisher).__name__, [o.num_cached_tokens for o in outputs])
 
 # %% [markdown]
-# Zero and zero, both times. They were admitted in the *same* step, and no rule that
+# [Zero and zero](#publishers), both times. They were admitted in the *same* step, and no rule that
 # publishes after a step can help the second one. What can is the subject of chapters 9
 # to 12.
 #
@@ -882,12 +995,12 @@ for publisher in (PublishAtFinish(), PublishEachStep()):
 # A budget of 8 tokens a step. A prompt of 80 tokens arrives, and right behind it one of 4.
 # In which step (counting from 1) does the short one start, and why not earlier?
 
-# %% tags=["solution"]
+# %% tags=["solution"] name="budget"
 log = EventLog()
 engine = make_engine(64, log, max_batch_tokens=8)
 engine.submit(list(range(80)), SamplingParams(max_tokens=4))
 engine.submit(list(range(200, 204)), SamplingParams(max_tokens=4))
-finish(engine)
+run_all(engine)
 planned = [event.details["chunks"] for event in log.of("schedule")]
 first_step = next(
     i for i, chunks in enumerate(planned, 1) if any(c[0] == "1" for c in chunks)
@@ -898,5 +1011,5 @@ print("step", first_step, "→", planned[first_step - 1])
 assert first_step == 11
 
 # %% [markdown]
-# Ten steps go to the long prompt, which is running and served first. In step 11 it decodes
+# Ten steps go to the long prompt, which is running and served first. In step [11](#budget) it decodes
 # one token, and seven places of the budget are left for the short one.

@@ -2,9 +2,8 @@
 # # 14. An engine that people know how to use
 #
 # vLLM's quickstart has three lines: make an `LLM`, make `SamplingParams`, call `generate`.
-# Everyone who would use our engine has typed them. Whatever they must type instead of
-# these is a reason not to try it. So this chapter adds no capability; it makes the parts
-# of the earlier chapters answer to three known lines:
+# Many have typed them; ours should need nothing else. So this chapter adds no capability.
+# It makes the parts of the earlier chapters answer to three known lines:
 #
 # ```python
 # llm = LLM("smollm2")
@@ -19,43 +18,26 @@
 # the *composition root*. It turns names ("radix", "step") into objects and plugs them
 # together. If you want to know what an option does, you start reading here.
 #
-# The options come first, each with its choices. An option offers only what exists; a
-# misspelt one is refused with the list of what could have been meant.
+# The options come first, each with its choices and a word of help. An option offers only
+# what exists; a misspelt one is refused with the list of what could have been meant. They
+# live in a module of their own that needs no torch, so that the command line below can
+# show them at once.
 
-# %% export="llm.py"
-"""The composition root: from names to a running engine, behind vLLM's three lines."""
+# %% export="options.py"
+"""Every choice that the engine offers, by name, documented once."""
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer
-
-from minivllm.engine import (
-    Engine,
-    Limits,
-    NoText,
-    PublishAtFinish,
-    PublishEachStep,
-    Publisher,
-    Writer,
-)
-from minivllm.events import Observer, ignore
-from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
-from minivllm.model import Decoder, ModelConfig
-from minivllm.prefix_cache import INDEXES, PrefixCache
+from minivllm.engine import PublishAtFinish, PublishEachStep, Publisher
+from minivllm.prefix_cache import INDEXES
 from minivllm.radix import EVICTION
-from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
-from minivllm.runner import ModelRunner
-from minivllm.sampling import Sampler
-from minivllm.scheduler import ADMISSIONS, Scheduler
-from minivllm.tokenizer import TextWriter, load_tokenizer
+from minivllm.scheduler import ADMISSIONS
 
 PUBLISHERS: dict[str, type[Publisher]] = {
-    "finish": PublishAtFinish,
     "step": PublishEachStep,
+    "finish": PublishAtFinish,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "index": tuple(INDEXES),
@@ -66,34 +48,31 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": tuple(EVICTION),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
-VLLM_NAMES = {  # what vLLM's users type -> what it is called here
-    "block_size": "page_size",
-    "max_num_seqs": "max_running",
-    "max_num_batched_tokens": "max_batch_tokens",
-}
 
 
+def option(default: Any, words: str) -> Any:
+    """A field with a default and a help text."""
+    return field(default=default, metadata={"help": words})
+
+
+# %% export="options.py"
 @dataclass(frozen=True)
 class EngineOptions:
-    """Every choice of the engine. `num_pages` None: a share of the free memory.
+    """Every choice of the engine. `ValueError` for a value that does not exist."""
 
-    `page_size` and `max_batch_tokens` are in tokens; `device` is "auto", "cpu", "cuda",
-    "cuda:1", "mps". Raises `ValueError` for a value that does not exist.
-    """
-
-    index: str = "radix"
-    publish: str = "step"
-    single_flight: str = "none"
-    grouping: str = "arrival"
-    admission: str = "optimistic"
-    eviction: str = "lru"
-    page_size: int = 16
-    num_pages: int | None = None
-    max_running: int = 64
-    max_batch_tokens: int = 2048
-    device: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
+    index: str = option("radix", "How a prefix is found.")
+    publish: str = option("step", "When a page becomes visible to others.")
+    single_flight: str = option("none", "Who waits for an identical prompt.")
+    grouping: str = option("arrival", "Who rides in one batch.")
+    admission: str = option("optimistic", "What must fit before a request runs.")
+    eviction: str = option("lru", "Which unused page goes first.")
+    page_size: int = option(16, "Tokens in a page.")
+    num_pages: int | None = option(None, "Pages of K/V memory; none: what fits.")
+    max_running: int = option(64, "Requests in a step, at most.")
+    max_batch_tokens: int = option(2048, "New tokens in a step, at most.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
+    dtype: str = option("auto", "Number format of weights and K/V.")
+    seed: int = option(0, "Seed for requests that give none.")
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -103,35 +82,36 @@ class EngineOptions:
                 raise ValueError(f"{name} must be one of {offered}, not {value!r}")
         for name in ("page_size", "num_pages", "max_running", "max_batch_tokens"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(
-                    f"{name} must be a whole number of at least 1, not {value!r}"
-                )
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
 
 
 # %% [markdown]
 # Some of our names differ from vLLM's where the thing is the same. Both are understood,
 # but not both at once.
 
+# %% export="options.py"
+VLLM_NAMES = {  # what vLLM's users type -> what it is called here
+    "block_size": "page_size",
+    "max_num_seqs": "max_running",
+    "max_num_batched_tokens": "max_batch_tokens",
+}
 
-# %% export="llm.py"
+
 def read_options(given: Mapping[str, Any]) -> EngineOptions:
     """Options by our names or vLLM's; `ValueError` for unknown or double ones."""
     options = dict(given)
-    if (
-        caching := options.pop("enable_prefix_caching", None)
-    ) is not None and not caching:
+    if options.pop("enable_prefix_caching", True) is False:
         options["index"] = "none"
     for theirs, ours in VLLM_NAMES.items():
         if theirs in options:
             if ours in options:
                 raise ValueError(f"{theirs} and {ours} are the same option: give one")
             options[ours] = options.pop(theirs)
-    known = {field.name for field in fields(EngineOptions)}
+    known = {each.name for each in fields(EngineOptions)}
     if unknown := sorted(set(options) - known):
-        raise ValueError(
-            f"unknown option {unknown[0]!r} (known: {', '.join(sorted(known))})"
-        )
+        offered = ", ".join(sorted(known))
+        raise ValueError(f"unknown option {unknown[0]!r} (known: {offered})")
     return EngineOptions(**options)
 
 
@@ -156,6 +136,28 @@ for attempt in (
 
 
 # %% export="llm.py"
+"""The composition root: from names to a running engine, behind vLLM's three lines."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from minivllm.engine import Engine, Limits, NoText, Writer
+from minivllm.events import Observer, ignore
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
+from minivllm.model import Decoder, ModelConfig
+from minivllm.prefix_cache import PrefixCache
+from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
+from minivllm.runner import ModelRunner
+from minivllm.sampling import Sampler
+from minivllm.scheduler import Scheduler
+from minivllm.tokenizer import TextWriter, load_tokenizer
+
+
 def choose_device(name: str) -> torch.device:
     """The device of that name, or the best there is for "auto". Raises `ValueError`."""
     if name == "auto":
@@ -260,6 +262,13 @@ class LLM:
     def _writer(self, params: SamplingParams) -> Writer:
         return TextWriter(self.tokenizer, params) if self.tokenizer else NoText()
 
+
+# %% [markdown]
+# Two questions that one asks of a running engine go straight through.
+
+
+# %% export="llm.py"
+class LLM(LLM):
     def stats(self) -> dict[str, int]:
         """Pages by state, queue lengths and counters."""
         return self.engine.stats()
@@ -306,6 +315,14 @@ class LLM(LLM):
             for name, prompt in zip(names, batch, strict=True)
         ]
 
+
+# %% [markdown]
+# Three steps of it, each small: one `SamplingParams` for all or one each; text to ids; and the
+# loop, which leaves nothing running when somebody presses Ctrl-C.
+
+
+# %% export="llm.py"
+class LLM(LLM):
     def _params_for(
         self,
         batch: Sequence[Prompt],
@@ -337,6 +354,11 @@ class LLM(LLM):
         return finished
 
 
+# %% [markdown]
+# What is a prompt? A list of ints is one; a list of anything else is several.
+
+
+# %% export="llm.py"
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several -> a list. Raises `ValueError` for anything else."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
@@ -413,21 +435,24 @@ draw_tree(
 # %% [markdown]
 # ## A command line
 #
-# The same engine without Python. Nothing here imports torch before it must: `--help`
-# should not take three seconds. And a mistake is answered by one line that names it, and
-# exit code 2. A traceback tells the story of our code; the reader of the message is
-# interested in theirs.
+# The same engine without Python. The options of the engine are read off `EngineOptions`, so
+# that the two cannot drift apart. Nothing here imports torch before it must: `--help` should
+# not wait for it. And a mistake is answered by one line that names it, and exit code 2. A
+# traceback tells the story of our code; the reader of the message is interested in theirs.
 
 # %% export="cli.py"
 """The command line: `minivllm generate`."""
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from inspect import Parameter, signature
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
+
+from minivllm.request import SamplingParams
 
 SCHEMA_VERSION = 1  # of every JSON output
 
@@ -440,12 +465,36 @@ app = typer.Typer(
 )
 
 
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command's `**options` take one option for each field of `EngineOptions`."""
+    hints = get_type_hints(EngineOptions)
+    own = [p for p in signature(command).parameters.values() if p.kind != p.VAR_KEYWORD]
+    for each in fields(EngineOptions):
+        words: list[str] = [each.metadata["help"]]
+        if each.name in CHOICES:
+            words.append(f"One of {', '.join(CHOICES[each.name])}.")
+        given = typer.Option(help=" ".join(words))
+        kind = Annotated[hints[each.name], given]  # type: ignore[valid-type, name-defined]
+        parameter = Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default)
+        own.append(parameter.replace(annotation=kind))
+    public = signature(command).replace(parameters=own)
+    command.__signature__ = public  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in own}
+    return command
+
+
+# %% [markdown]
+# The command itself: what to continue, how to sample, and the engine's options.
+
+
+# %% export="cli.py"
 @app.callback()
 def root() -> None:
     """An LLM inference engine that reuses work."""
 
 
 @app.command()
+@with_engine_options
 def generate(
     prompt: Annotated[
         list[str], typer.Option(help="Text to continue; repeat for more.")
@@ -459,54 +508,33 @@ def generate(
         int, typer.Option(help="Keep the k likeliest tokens; 0: all.")
     ] = 0,
     top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of each request.")] = None,
+    min_p: Annotated[float, typer.Option(help="Least share of the likeliest.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text here.")] = None,
-    index: Annotated[str, typer.Option(help="radix, hash or none.")] = "radix",
-    publish: Annotated[str, typer.Option(help="step or finish.")] = "step",
-    single_flight: Annotated[str, typer.Option(help="none.")] = "none",
-    grouping: Annotated[str, typer.Option(help="arrival.")] = "arrival",
-    admission: Annotated[
-        str, typer.Option(help="optimistic or reserve.")
-    ] = "optimistic",
-    eviction: Annotated[str, typer.Option(help="lru, lfu or fifo.")] = "lru",
-    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of K/V memory.")] = None,
-    max_running: Annotated[int, typer.Option(help="Requests in a step.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in a step.")] = 2048,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16, float16.")
-    ] = "auto",
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line.")
     ] = False,
+    **options: Any,
 ) -> None:
     """Continue one or more prompts."""
-    from minivllm.llm import LLM
-    from minivllm.request import SamplingParams
-
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=seed, stop=stop)
-    llm = LLM(
-        model,
-        index=index,
-        publish=publish,
-        single_flight=single_flight,
-        grouping=grouping,
-        admission=admission,
-        eviction=eviction,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_running=max_running,
-        max_batch_tokens=max_batch_tokens,
-        device=device,
-        dtype=dtype,
+    params = SamplingParams(
+        max_tokens, temperature, top_k, top_p, min_p, stop=stop, ignore_eos=ignore_eos
     )
-    for output in llm.generate(prompt, params):
+    EngineOptions(**options)  # a bad value is told before the model is loaded
+    from minivllm.llm import LLM  # torch begins here
+
+    for output in LLM(model, **options).generate(prompt, params):
         show(asdict(output), as_json)
         if output.outputs[0].finish_reason == "error":
             raise typer.Exit(1)
 
 
+# %% [markdown]
+# The result, for a machine or for a person. The person's version keeps the numbers apart from
+# the text, on the error stream, so that the text can be piped on.
+
+
+# %% export="cli.py"
 def show(output: dict[str, Any], as_json: bool) -> None:
     """Print one result: for a machine on one line, or for a person."""
     if as_json:
@@ -539,22 +567,25 @@ def _fail(message: str) -> NoReturn:
 
 
 # %%
+import contextlib
+
 for arguments in (
     ["generate", "--prompt", "Hello", "--model", "nowhere.gguf"],
     ["generate", "--prompt", "Hello", "--index", "radics"],
     ["generate", "--prompts", "Hello"],
 ):
-    try:
-        main(arguments)
-    except SystemExit as exit:
-        print("exit code", exit.code)
+    with contextlib.redirect_stderr(sys.stdout):  # to have both in one place
+        try:
+            main(arguments)
+        except SystemExit as end:
+            print("exit code", end.code)
 
 # %% [markdown]
 # ## One import
 #
 # `from minivllm import LLM` should work, and `import minivllm` should cost nothing, since
-# half of the package needs no torch: it runs in the browser, in a simulator, in tests by
-# the million. So the package looks a name up when it is first asked for.
+# half of the package needs no torch, and a test of the scheduler should not wait for it. So
+# the package looks a name up when it is first asked for.
 
 # %% export="__init__.py"
 """minivllm: a small inference engine that reuses work, exported from a book."""

@@ -1,20 +1,19 @@
 """The chapters are the source: export them to `minivllm/`, run them, check both.
 
-    python chapters/book.py export           write minivllm/ from the chapters
-    python chapters/book.py run [03 ...]     run stale chapters, store their outputs
+    python chapters/book.py run [03 ...]     export, run stale chapters, store outputs
     python chapters/book.py check            does everything agree with the chapters?
-    python chapters/book.py stage 03         write the package as chapter 3 sees it
+    python chapters/book.py export           write minivllm/ from the chapters
+    python chapters/book.py untangle         carry edits of minivllm/ and .ipynb back
+    python chapters/book.py where FILE:LINE  package line -> chapter line, or back
 
 A chapter is a file of cells. The cells `# %% export="radix.py"` of one chapter, in
 order, make `minivllm/radix.py`. A class that grows over several cells is reopened in
 plain Python, `class RadixCache(RadixCache):`; its bodies are merged into one class.
-`exporter.py` does that; here the result meets the disk and the kernels.
+`exporter.py` does that, `untangle.py` the way back; here both meet disk and kernels.
 """
 
 import argparse
 import ast
-import difflib
-import hashlib
 import io
 import json
 import os
@@ -22,10 +21,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import claims
 import exporter
+import untangle
 from exporter import HEADER, PACKAGE, BookError, Cell, Line, Module, read_cells
 
 __all__ = ["BookError", "Cell", "Line", "Module", "read_cells"]  # and all of this file
@@ -39,9 +41,8 @@ KERNEL_OPTIONS = {  # the same outputs everywhere, nothing downloaded, no progre
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore:IProgress not found",
 }
-
-
 DARK = "<style>@media (prefers-color-scheme:dark){svg{color:#e6e6e6}}</style>"
+COMMAND = "python chapters/book.py"
 
 
 # ---- The package on disk -------------------------------------------------------------
@@ -51,17 +52,23 @@ def chapter_paths(root: Path) -> list[Path]:
     return sorted((root / "chapters").glob("[0-9][0-9]_*.py"), key=lambda p: p.name)
 
 
+def chapter_texts(root: Path) -> dict[Path, str]:
+    return {path: exporter.read_text(path) for path in chapter_paths(root)}
+
+
 def build_package(root: Path, chapter: int = 0) -> dict[str, Module]:
     """The modules that a chapter may import, in the order of the book; 0: all."""
-    texts = ((path, exporter.read_text(path)) for path in chapter_paths(root))
-    modules = exporter.build(tuple(texts)).items()
+    modules = exporter.build(tuple(chapter_texts(root).items())).items()
     seen = {n: m for n, m in modules if not chapter or m.chapter <= chapter}
     seen.setdefault("__init__.py", Module("__init__.py", 0, []))  # until one exports it
     return seen
 
 
-def export(root: Path) -> list[str]:
+def export(root: Path, force: bool = False) -> list[str]:
     """Write minivllm/ from the chapters; the names of the files that changed."""
+    edited = [] if force else [x for x in differences(root) if "edited" in x]
+    if edited:
+        raise BookError(f"{edited[0]}; or give it up: {COMMAND} export --force")
     return _sync(root / PACKAGE, build_package(root))
 
 
@@ -75,12 +82,15 @@ def stage(root: Path, chapter: int) -> Path:
 def _sync(folder: Path, modules: dict[str, Module]) -> list[str]:
     """Write the modules, remove those exported before; the names that changed."""
     changed = [n for n, module in modules.items() if _write(folder / n, module.text)]
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder).as_posix()
+    for name, path in _files(folder).items():
         if name not in modules and exporter.read_text(path).startswith(HEADER):
             path.unlink()
             changed.append(name)
     return changed
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*.py"))}
 
 
 def _write(path: Path, text: str) -> bool:
@@ -100,18 +110,47 @@ def _says(path: Path, text: str) -> bool:
     return path.exists() and path.read_bytes() == text.encode()
 
 
-def differences(root: Path) -> str:
-    """A unified diff from the package on disk to what the chapters say."""
-    folder = root / PACKAGE
-    have = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*.py")}
-    want = {name: module.text for name, module in build_package(root).items()}
-    diff: list[str] = []
+def differences(root: Path) -> list[str]:
+    """One line for each file of the package that is not what the chapters say."""
+    have, want = _files(root / PACKAGE), build_package(root)
+    faults: list[str] = []
     for name in sorted({*have, *want}):
-        old = have[name].read_bytes().decode() if name in have else "(no such file)\n"
-        new = want.get(name, "(no chapter exports this file)\n")
-        rows = old.splitlines(keepends=True), new.splitlines(keepends=True)
-        diff += difflib.unified_diff(*rows, f"{PACKAGE}/{name}", "chapters")
-    return "".join(diff)
+        spot = f"{PACKAGE}/{name}"
+        if name not in have:
+            faults.append(f"{spot}: missing: {COMMAND} export")
+        elif name not in want:
+            faults.append(
+                f"{spot}: no chapter exports it: move it to one, or remove it"
+            )
+        elif not _says(have[name], want[name].text):
+            faults.append(
+                spot + _difference(want[name], exporter.read_text(have[name]))
+            )
+    return faults
+
+
+def _difference(module: Module, text: str) -> str:
+    lines = zip_longest(text.split("\n"), [*module.lines, exporter.BLANK])
+    rows = [i for i, (a, b) in enumerate(lines, 1) if not b or a != b.text]
+    row = rows[1] if rows[1:] and rows[0] == 1 else rows[0]  # the header knows the rest
+    spot = module.lines[row - 1].at if row <= len(module.lines) else "its end"
+    if exporter.is_sealed(text):
+        return f":{row}: not as {spot} says: {COMMAND} export"
+    return f":{row}: edited, {spot} says otherwise: {COMMAND} untangle"
+
+
+def carry_back(root: Path) -> list[str]:
+    """Carry what was edited in notebooks and package to the chapters, or nothing."""
+    old = chapter_texts(root)
+    new = {path: stored(path)[1] for path in old}
+    modules, files = exporter.build(tuple(new.items())), _files(root / PACKAGE)
+    texts = {n: exporter.read_text(files[n]) for n in modules if n in files}
+    edited = {n: text for n, text in texts.items() if not exporter.is_sealed(text)}
+    new = untangle.carry_package(modules, edited, new)
+    changed = [path for path in old if _write(path, new[path])]
+    for name, module in build_package(root).items() if edited else []:
+        _write(root / PACKAGE / name, module.text)
+    return [f"chapters/{path.name}: changed" for path in changed]
 
 
 # ---- Stored notebooks ----------------------------------------------------------------
@@ -119,52 +158,65 @@ def differences(root: Path) -> str:
 
 def notebook(root: Path, path: Path) -> tuple[Any, bool]:
     """The chapter as a notebook, with its stored outputs when they are fresh."""
-    nb, old, key = _blank(path), _stored(path), _key(root, path)
+    nb, key, (old, text) = _blank(path), _key(root, path), stored(path)
+    if text != exporter.read_text(path):
+        remedy = f"{_command(path)} carries that to {path.name}"
+        raise BookError(f"chapters/{path.stem}.ipynb: edited after its run: {remedy}")
     fresh = old is not None and old.metadata.book.key == key
     if fresh:
         for cell, twin in zip(_code(nb), _code(old), strict=True):
             cell.outputs, cell.execution_count = twin.outputs, twin.execution_count
-    return _sealed(nb, key), fresh
+    return _sealed(root, path, nb, key), fresh
 
 
 def _blank(path: Path) -> Any:
     from nbformat import v4  # slow to import, and `export` needs none of it
 
-    nb = v4.new_notebook()
+    nb, cells = v4.new_notebook(), read_cells(path)
     nb.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nb.metadata.language_info = {"name": "python"}
-    for i, cell in enumerate(read_cells(path)):
+    for cell, pinned in zip(cells, untangle.cell_ids(path, len(cells)), strict=True):
         new = v4.new_code_cell if cell.kind == "code" else v4.new_markdown_cell
-        pinned = f"{path.name[:2]}-{i:03d}"  # nbformat's own ids are random
         nb.cells.append(new(cell.source, id=pinned, metadata=dict(cell.meta)))
     return nb
 
 
-def _stored(path: Path) -> Any:
-    """The notebook beside the chapter, None if there is none; refused if edited."""
+def stored(path: Path) -> tuple[Any, str]:
+    """The notebook as the last run left it, or None; the chapter with edits of it."""
     import nbformat
 
-    stored = path.with_suffix(".ipynb")
-    if not stored.exists():
-        return None
+    beside, text = path.with_suffix(".ipynb"), exporter.read_text(path)
+    if not beside.exists():
+        return None, text
     try:
-        nb = nbformat.reads(exporter.read_text(stored), as_version=4)
-        if nb.metadata.book.seal == _digest(nb.cells):
-            return nb
+        nb = nbformat.reads(exporter.read_text(beside), as_version=4)
     except (ValueError, AttributeError):
-        pass  # a merge left its marks in it, or Jupyter wrote it
-    remedy = f"carry edits to {path.name}, then {_command(path)} --force"
-    raise BookError(f"chapters/{stored.name}: it was edited after its run: {remedy}")
+        remedy = f"remove it (after a merge: take either side), then {_command(path)}"
+        raise BookError(f"chapters/{beside.name}: not a notebook: {remedy}") from None
+    if nb.metadata.get("book", {}).get("seal") == _digest(nb.cells):
+        return nb, text
+    return None, untangle.carry_cells(path, text, nb)
 
 
 def _command(path: Path) -> str:
-    return f"python chapters/book.py run {path.name[:2]}"
+    return f"{COMMAND} run {path.name[:2]}"
 
 
-def _sealed(nb: Any, key: str) -> Any:
+def _sealed(root: Path, path: Path, nb: Any, key: str) -> Any:
     """The key tells stale outputs; the seal, whether anybody edited the notebook."""
-    nb.metadata.book = {"key": key, "seal": _digest(nb.cells)}
+    for out in (out for cell in _code(nb) for out in cell.outputs):
+        if out.output_type == "error":
+            calls = _frames(root, path, "\n".join(out.traceback[:-1]))
+            rows = [f"{spot} ({call})" for spot, call in calls]
+            out.traceback = [*rows, f"{out.ename}: {out.evalue}"]
+    marks = untangle.mark_all(path, exporter.read_text(path))
+    digests = [exporter.digest(mark) for mark in marks]
+    nb.metadata.book = {"key": key, "seal": _digest(nb.cells), "cells": digests}
     return nb
+
+
+def _frames(root: Path, path: Path, trace: str) -> list[tuple[str, str]]:
+    return untangle.frames(trace, read_cells(path), build_package(root))
 
 
 def _dump(nb: Any) -> str:
@@ -178,7 +230,7 @@ def _code(nb: Any) -> list[Any]:
 
 
 def _digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return exporter.digest(json.dumps(data, sort_keys=True))
 
 
 def _key(root: Path, path: Path) -> str:
@@ -199,33 +251,30 @@ def _key(root: Path, path: Path) -> str:
 
 def stale(root: Path) -> list[str]:
     """One line for each stored notebook that does not say what its chapter says."""
-    faults: list[str] = []
-    for path in chapter_paths(root):
-        name = f"chapters/{path.stem}.ipynb"
-        try:
-            nb, fresh = notebook(root, path)
-        except BookError as error:
-            faults.append(str(error))
-            continue
-        if not fresh or any(c.source and not c.execution_count for c in _code(nb)):
-            faults.append(f"{name}: missing, stale or stripped: {_command(path)}")
-        elif (root / name).read_bytes() != _dump(nb).encode():
-            faults.append(f"{name}: its text is not the chapter's: {_command(path)}")
-        else:
-            files = ((root / "figures" / name, svg) for name, svg in pictures(nb))
-            wrong = [file for file, svg in files if not _says(file, svg)]
-            faults += [
-                f"figures/{f.name}: not its chapter's: {_command(path)}" for f in wrong
-            ]
-    return faults
+    faults = [_stale(root, path) for path in chapter_paths(root)]
+    return [fault for fault in faults if fault]
+
+
+def _stale(root: Path, path: Path) -> str:
+    name, remedy = f"chapters/{path.stem}.ipynb", _command(path)
+    try:
+        nb, fresh = notebook(root, path)
+    except BookError as error:
+        return str(error)
+    if not fresh or any(c.source and not c.execution_count for c in _code(nb)):
+        return f"{name}: missing, stale or stripped: {remedy}"
+    if not _says(root / name, _dump(nb)):
+        return f"{name}: its text is not the chapter's: {remedy}"
+    for figure, svg in pictures(nb):
+        if not _says(root / "figures" / figure, svg):
+            return f"figures/{figure}: not its chapter's: {remedy}"
+    return ""
 
 
 def pictures(nb: Any) -> Iterator[tuple[str, str]]:
     """What cells with `figure="name.svg"` draw, as files that stand alone."""
     for cell in (c for c in _code(nb) if "figure" in c.metadata):
-        shown = "".join(
-            out.get("data", {}).get("text/html", "") for out in cell.outputs
-        )
+        shown = "".join(x.get("data", {}).get("text/html", "") for x in cell.outputs)
         svg = re.search("<svg.*?</svg>", shown, re.DOTALL)
         if not svg:
             raise BookError(f"{cell.id}: figure={cell.metadata.figure}: it drew no SVG")
@@ -241,8 +290,13 @@ def run(
     force: bool = False,
     report: Callable[[str], Any] = print,
 ) -> None:
-    """Run the chapters whose outputs are stale; write each notebook beside its .py."""
-    for path in _chosen(root, only):
+    """Export, run the chapters whose outputs are stale, write each .ipynb beside it."""
+    paths = _chosen(root, only)
+    for path in [] if force else paths:
+        if _write(path, stored(path)[1]):
+            report(f"chapters/{path.name}: got what was edited in its .ipynb")
+    export(root)
+    for path in paths:
         began, done = time.perf_counter(), "unchanged"
         nb, fresh = (None, False) if force else notebook(root, path)
         if not fresh:
@@ -291,33 +345,33 @@ def _execute(root: Path, path: Path) -> Any:
         more = kernel_environment(root, int(path.name[:2]))
         client.execute(env={**os.environ, **more})
     except (CellControlSignal, RuntimeError) as error:  # it failed, or its kernel did
-        raise BookError(_failure(read_cells(path)[begun[-1]], str(error))) from None
+        calls = _frames(root, path, getattr(error, "traceback", ""))
+        raise _failure(calls, read_cells(path)[begun[-1]].at(), str(error)) from None
     nb.metadata.language_info = {"name": "python"}  # the kernel added its version
     for cell in _code(nb):
         cell.outputs = _settle(cell.outputs)
-    return _sealed(nb, key)
+    return _sealed(root, path, nb, key)
 
 
-def _failure(cell: Cell, trace: str) -> str:
-    """Where a cell failed, and the last line of its traceback."""
+def _failure(calls: list[tuple[str, str]], cell: str, trace: str) -> BookError:
+    """Where it failed, the last line of the traceback, and the cell's line."""
     rows = re.sub(r"\x1b\[[\d;]*m", "", trace).strip().splitlines()
-    found = re.search(r"Cell In\[\d+\], line (\d+)", "\n".join(rows))
-    return (
-        f"{cell.at(int(found[1]))}: {rows[-1]}" if found else f"{cell.at()}: {rows[0]}"
-    )
+    if not calls:
+        return BookError(f"{cell}: {rows[0]}")
+    called = f" (called at {calls[0][0]})" if len(calls) > 1 else ""
+    return BookError(f"{calls[-1][0]}: {rows[-1]}{called}")
 
 
 def _settle(outputs: Iterable[Any]) -> list[Any]:
-    """Join the pieces of a stream; drop metadata and paths of this machine."""
+    """Join the pieces of a stream; drop metadata of this machine."""
     settled: list[Any] = []
     for out in outputs:
-        if out.output_type == "error":
-            out.traceback = [f"{out.ename}: {out.evalue}"]
-        elif out.output_type != "stream":
+        if out.output_type == "stream" and settled:
+            if settled[-1].get("name") == out.name:
+                settled[-1].text += out.text
+                continue
+        elif "metadata" in out:
             out.metadata = {}
-        elif settled and settled[-1].get("name") == out.name:
-            settled[-1].text += out.text
-            continue
         settled.append(out)
     return settled
 
@@ -328,14 +382,19 @@ def _settle(outputs: Iterable[Any]) -> list[Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("command", choices=["export", "run", "check", "stage"])
-    parser.add_argument("chapters", nargs="*", metavar="NN")
-    parser.add_argument("--force", action="store_true", help="run fresh chapters too")
+    commands = ["run", "check", "export", "untangle", "where"]
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("words", nargs="*", metavar="NN | FILE:LINE")
+    parser.add_argument(
+        "--force", action="store_true", help="run fresh chapters; overwrite edits"
+    )
     options = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # diffs anywhere, progress in pipes
+    if isinstance(sys.stdout, io.TextIOWrapper):  # ≈ anywhere, progress in pipes
         sys.stdout.reconfigure(encoding="utf-8", line_buffering=True)
     try:
-        return _obey(Path(__file__).resolve().parent.parent, options)
+        lines = obey(Path(__file__).resolve().parent.parent, options)
+        print("\n".join([*lines, ""]), end="")
+        return int(options.command == "check" and bool(lines))
     except (BookError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -343,20 +402,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _obey(root: Path, options: argparse.Namespace) -> int:
+def obey(root: Path, options: argparse.Namespace) -> list[str]:
+    """Do what the command line asks; the lines to print at its end."""
+    words, force = options.words, options.force
     if options.command == "export":
-        for name in export(root):
-            print(f"{PACKAGE}/{name}: changed")
-    elif options.command == "run":
-        run(root, options.chapters, options.force)
-    elif options.command == "stage":
-        for path in _chosen(root, options.chapters):
-            print(stage(root, int(path.name[:2])))
-    else:
-        faults = [fault for fault in [differences(root), *stale(root)] if fault]
-        print("\n".join([*faults, ""]), end="")
-        return int(bool(faults))
-    return 0
+        return [f"{PACKAGE}/{name}: changed" for name in export(root, force)]
+    if options.command == "untangle":
+        return carry_back(root)
+    if options.command == "where":
+        return [untangle.where(build_package(root), spot) for spot in words]
+    if options.command == "run":
+        run(root, words, force)
+        return []
+    return [*differences(root), *stale(root), *claims.faults(root)]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ check_order who may import what          finish     ruff's layout, and lines tra
 
 import ast
 import difflib
+import hashlib
 import json
 import re
 import subprocess
@@ -20,7 +21,14 @@ from typing import Any
 
 PACKAGE = "minivllm"
 HEADER = "# Exported from chapters/"
+KEYS = ("export", "name", "figure", "claims", "tags")  # of a cell's mark
 LAZY = "from __future__ import annotations"
+STEPS = (
+    "check --exit-zero --fix --select=F401",  # imports that are used,
+    "check --exit-zero --fix --select=I,UP037",  # sorted; annotations without quotes
+    "format",
+    "check --exit-zero --select=F811,F821 --output-format=json",  # names: none or two
+)
 RUFF_OPTIONS = [
     *("--quiet", "--isolated", "--no-cache"),
     *("--line-length=88", "--target-version=py311"),
@@ -62,12 +70,12 @@ def read_text(path: Path) -> str:
         raise BookError(f"{place(path, 1)}: {error}: save it as UTF-8") from None
 
 
-def read_cells(path: Path) -> list[Cell]:
+def read_cells(path: Path, text: str | None = None) -> list[Cell]:
     """Jupytext's percent format: cells begin with `# %%`, lines of prose with `# `."""
-    rows = read_text(path).split("\n")
+    rows = (read_text(path) if text is None else text).split("\n")
     marks = [i for i, row in enumerate(rows) if row.startswith("# %%")]
     ends = [*marks[1:], len(rows)]
-    return [_cell(path, rows, i, end) for i, end in zip(marks, ends, strict=False)]
+    return [_cell(path, rows, i, end) for i, end in zip(marks, ends, strict=True)]
 
 
 def _cell(path: Path, rows: list[str], mark: int, end: int) -> Cell:
@@ -75,11 +83,12 @@ def _cell(path: Path, rows: list[str], mark: int, end: int) -> Cell:
     try:  # export="radix.py" tags=["hide"]: names with JSON values
         pairs = re.sub(r" ([\w-]+)=", r',"\1":', form[2] if form else "?")
         meta = json.loads("{" + pairs.removeprefix(",") + "}")
+        if not {*meta} <= {*KEYS}:
+            raise ValueError
     except ValueError:
+        known = f'`# %% key="value"`, with the keys {", ".join(KEYS)}'
         where = place(path, mark + 1)
-        raise BookError(
-            f'{where}: a cell begins `# %%` or `# %% key="value"`'
-        ) from None
+        raise BookError(f"{where}: a cell begins `# %%` or {known}") from None
     first = mark + 1
     while first < end - 1 and not rows[first].strip():
         first += 1
@@ -110,6 +119,10 @@ class Line:
     path: Path | None = None
     line: int = 0
 
+    @property
+    def at(self) -> str:
+        return place(self.path, self.line) if self.path else "a generated line"
+
 
 BLANK = Line("")
 
@@ -121,6 +134,10 @@ class Module:
     lines: list[Line]
 
     @property
+    def path(self) -> Path | None:
+        return next((line.path for line in self.lines if line.path), None)
+
+    @property
     def text(self) -> str:
         return "".join(line.text + "\n" for line in self.lines)
 
@@ -130,16 +147,16 @@ class Draft:
     """A module while its cells come in."""
 
     first: Cell
-    names: dict[str, tuple[str, str]]  # of the whole chapter: name -> module, place
+    names: dict[str, str]  # of the whole chapter: name -> module
     doc: list[Line] = field(default_factory=list)
     imports: list[Line] = field(default_factory=list)
     blocks: list[list[Line]] = field(default_factory=list)
     classes: dict[str, list[Line]] = field(default_factory=dict)  # some of the blocks
 
     def lines(self) -> list[Line]:
-        head = f"{HEADER}{self.first.path.name}. Edit the chapter, not this file."
         body = [line for block in self.blocks for line in block]
-        return [Line(head), *self.doc, BLANK, *self.imports, BLANK, *body]
+        head = Line(HEADER + self.first.path.name)
+        return [head, *self.doc, BLANK, *self.imports, BLANK, *body]
 
     def add(self, cell: Cell) -> None:
         tree = parse(cell)
@@ -149,53 +166,40 @@ class Draft:
                 self.doc += lines
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self.imports += lines
-            elif isinstance(node, ast.ClassDef) and _reopens(node):
+            elif isinstance(node, ast.ClassDef) and node.name in _bases(node):
                 self.reopen(cell, node, lines)
             else:
                 self.define(cell, node, lines)
         self.blocks.append([BLANK])
 
     def define(self, cell: Cell, node: ast.stmt | None, lines: list[Line]) -> None:
+        """A name has one home in its chapter: a notebook is one namespace."""
         self.blocks.append(lines)
-        self.claim(cell, [node] if node else [])
+        for name in _defined(node) if node else []:
+            home = self.names.setdefault(name, cell.meta["export"])
+            if home != cell.meta["export"]:
+                where = cell.at(node.lineno if node else 1)
+                raise BookError(f"{where}: {name} is in {home} too: rename one of them")
         if isinstance(node, ast.ClassDef):
             self.classes[node.name] = lines
-            self.claim(cell, node.body, f"{node.name}.")
 
     def reopen(self, cell: Cell, node: ast.ClassDef, lines: list[Line]) -> None:
         """Merge the body of `class X(X):` into the class X."""
         head = 0
         while not lines[head].text.startswith(("class ", "@")):
             head += 1  # a comment above
-        if fault := self.objection(node, lines[head].text):
-            raise BookError(f"{cell.at(node.lineno)}: {fault}")
-        self.claim(cell, node.body, f"{node.name}.")
+        name, first = node.name, self.classes.get(node.name, [])
+        plain = re.fullmatch(rf"class {name}\({name}\):\s*(#.*)?", lines[head].text)
+        fields = any(isinstance(x, ast.AnnAssign) for x in node.body)
+        decorated = any(x.text.startswith("@") for x in first)  # sees the first body
+        if not (first and plain) or ast.get_docstring(node) or (fields and decorated):
+            form = f"reopen a class of this module by `class {name}({name}):` alone"
+            rule = "no decorator, docstring or fields of a dataclass"
+            raise BookError(f"{cell.at(node.lineno)}: {form}: {rule}")
         indent = " " * node.body[0].col_offset
         above = [Line(indent + x.text, x.path, x.line) for x in lines[:head] if x.text]
-        self.classes[node.name] += [BLANK, *above, *lines[head + 1 :]]
-
-    def objection(self, node: ast.ClassDef, head: str) -> str:
-        """Why this body cannot be merged as it stands; "" when it can."""
-        name, first = node.name, self.classes.get(node.name, [])
-        if not first:
-            return f"{name} is reopened, but not defined before in this module"
-        plain = re.fullmatch(rf"class {name}\({name}\):\s*(#.*)?", head)
-        if not plain or ast.get_docstring(node):
-            return f"reopen with `class {name}({name}):` only, and no docstring"
-        decorated = any(x.text.startswith("@") for x in first)
-        if decorated and any(isinstance(x, ast.AnnAssign) for x in node.body):
-            return f"a decorator sees the first body of {name} only: put fields there"
-        return ""
-
-    def claim(self, cell: Cell, body: Iterable[ast.stmt], owner: str = "") -> None:
-        """Refuse a second definition: in a notebook it would replace the first."""
-        for node in body:
-            here = cell.meta["export"], cell.at(node.lineno)
-            for name in _defined(node):
-                first = self.names.setdefault(owner + name, here)
-                if first != here:
-                    fault = f"{owner}{name} is defined already at {first[1]}"
-                    raise BookError(f"{here[1]}: {fault}: remove or rename one of them")
+        self.classes[name] += [BLANK, *above, *lines[head + 1 :]]
+        self.imports.append(Line(LAZY))  # it may name a class that comes after X
 
 
 def _statements(
@@ -214,16 +218,14 @@ def _statements(
         yield None, rows[end:]
 
 
-def _reopens(node: ast.ClassDef) -> bool:
-    return node.name in [ast.unparse(base) for base in node.bases]
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base) for base in node.bases]
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """Names bound by a definition or an assignment; overloads and setters add none."""
+    """The names that a definition or an assignment binds."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        marks = " ".join(ast.unparse(mark) for mark in node.decorator_list)
-        again = re.search(r"\b(overload|setter|getter|deleter|register)\b", marks)
-        return [] if again else [node.name]
+        return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
     targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
     names = [x for y in targets for x in ast.walk(y) if isinstance(x, ast.Name)]
@@ -233,7 +235,7 @@ def _defined(node: ast.stmt) -> list[str]:
 def gather(cells: Iterable[Cell]) -> dict[str, Draft]:
     """The modules in the order in which the book begins them."""
     drafts: dict[str, Draft] = {}
-    names: dict[int, dict[str, tuple[str, str]]] = defaultdict(dict)
+    names: dict[int, dict[str, str]] = defaultdict(dict)
     for cell in (c for c in cells if "export" in c.meta):
         module = cell.meta["export"]
         if not re.fullmatch(r"(\w+/)*\w+\.py", str(module)) or not cell.chapter:
@@ -256,9 +258,8 @@ def imported(tree: ast.AST, names: Collection[str]) -> Iterator[tuple[int, str]]
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = f"{PACKAGE if node.level else ''}.{node.module or ''}".strip(".")
-            inner = [f"{base}.{alias.name}" for alias in node.names]
-            targets = [x if _file(x) in names else base for x in inner]
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets = [x if _file(x) in names else str(node.module) for x in inner]
         for target in (x for x in targets if x.split(".")[0] == PACKAGE):
             yield getattr(node, "lineno", 1), _file(target)
 
@@ -282,93 +283,84 @@ def check_order(cells: Iterable[Cell], drafts: dict[str, Draft]) -> None:
                 raise BookError(f"{cell.at(row)}: {fault}: import what exists by then")
 
 
-def complete(drafts: dict[str, Draft]) -> bool:
-    """Add imports for undefined names; False when there is nothing left to add.
-
-    A notebook is one namespace: a name may be defined in another module of its
-    chapter. And a class that is reopened may name, in an annotation, a class that
-    comes after its first body; Python is then told to leave annotations alone.
-    """
-    rank = {name: i for i, name in enumerate(drafts)}
-    undefined = _undefined(drafts)
-    known = {name: {x.text for x in draft.imports} for name, draft in drafts.items()}
-    for user, line, word in undefined:
-        where, draft = place(drafts[user].first.path, line.line), drafts[user]
-        home, _ = draft.names.get(word, ("", ""))
-        if not home:
-            raise BookError(f"{where}: {word}: define or import it in an export cell")
-        dotted = f"{PACKAGE}/{home}".removesuffix(".py").replace("/", ".")
-        more = LAZY if home == user else f"from {dotted} import {word}"
-        if rank[home] > rank[user] or more in known[user]:
-            raise BookError(f"{where}: {word} is defined only later, in {home}")
-        draft.imports.append(Line(more, line.path, line.line))
-    return bool(undefined)
-
-
-def _undefined(drafts: dict[str, Draft]) -> list[tuple[str, Line, str]]:
-    """The names that ruff finds undefined: module, line, name (or a syntax error)."""
-    lines = {name: draft.lines() for name, draft in drafts.items()}
-    _, report = _ruff(lines, "check --exit-zero --select=F821 --output-format=json")
-    found: list[tuple[str, Line, str]] = []
-    for fault in json.loads(report):
-        user = Path(fault["filename"]).as_posix().rsplit(f"/{PACKAGE}/")[-1]
-        line = lines[user][fault["location"]["row"] - 1]
-        name = re.fullmatch("Undefined name `(.*)`", fault["message"])
-        found.append((user, line, name[1] if name else fault["message"]))
-    return found
-
-
 # ---- Layout, and the way back to the chapter -----------------------------------------
 
 
 @lru_cache(maxsize=8)
 def build(chapters: tuple[tuple[Path, str], ...]) -> dict[str, Module]:
-    """The modules of these chapters; their texts are given to know when they change."""
-    cells = [cell for path, _ in chapters for cell in read_cells(path)]
+    """The modules that these chapters, paths and texts, export."""
+    cells = [cell for path, text in chapters for cell in read_cells(path, text)]
     drafts = gather(cells)
     check_order(cells, drafts)
-    while complete(drafts):
-        pass
+    share_names(drafts)
+    if not drafts:
+        return {}
     lines = {name: draft.lines() for name, draft in drafts.items()}
-    texts, _ = _ruff(lines, "check --fix --exit-zero --select=I,F401,UP037", "format")
-    return {
-        name: Module(name, draft.first.chapter, trace(lines[name], texts[name]))
-        for name, draft in drafts.items()
-    }
+    texts, report = _ruff(lines)
+    made = {name: trace(lines[name], texts[name]) for name in drafts}
+    for fault in json.loads(report):
+        name = Path(fault["filename"]).as_posix().rsplit(f"/{PACKAGE}/")[-1]
+        at = made[name][fault["location"]["row"] - 1].at
+        raise BookError(f"{at}: {fault['message']}: define, import or rename it")
+    home = {name: draft.first.chapter for name, draft in drafts.items()}
+    return {name: Module(name, home[name], sealed(made[name])) for name in drafts}
 
 
-def _ruff(modules: dict[str, list[Line]], *commands: str) -> tuple[dict[str, str], str]:
-    """Run ruff over the modules; their new texts, and what the last command printed."""
-    if not modules:
-        return {}, "[]"
-    files = [f"{PACKAGE}/{name}" for name in modules]
+def share_names(drafts: dict[str, Draft]) -> None:
+    """A notebook is one namespace: let modules import what their chapter defines.
+
+    ruff removes what they do not use (but not from an `__init__.py`)."""
+    for i, (user, draft) in enumerate(drafts.items()):
+        for home in list(drafts)[:i] if user != "__init__.py" else []:
+            dotted = f"{PACKAGE}/{home}".removesuffix(".py").replace("/", ".")
+            names = [n for n, module in draft.names.items() if module == home]
+            draft.imports += [Line(f"from {dotted} import {name}") for name in names]
+
+
+def sealed(lines: list[Line]) -> list[Line]:
+    """The header knows the text below it: so an edit made in the package shows."""
+    text = "".join(line.text + "\n" for line in lines[1:])
+    return [Line(f"{lines[0].text} ({digest(text)}): edit the chapter."), *lines[1:]]
+
+
+def is_sealed(text: str) -> bool:
+    """Whether a module on disk is as some export wrote it."""
+    head, _, body = text.partition("\n")
+    return not text or f" ({digest(body)}): " in head
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _ruff(modules: dict[str, list[Line]]) -> tuple[dict[str, str], str]:
+    """Run ruff over the modules; their new texts, and what is wrong in them."""
     with TemporaryDirectory() as folder:
-        for file, lines in zip(files, modules.values(), strict=True):
-            path = Path(folder, file)
+        files = {name: Path(folder, PACKAGE, name) for name in modules}
+        for name, path in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(Module(file, 0, lines).text.encode())
-        for command in commands:
-            call = [sys.executable, "-m", "ruff", *command.split(), *RUFF_OPTIONS]
-            call += files
+            path.write_bytes(Module(name, 0, modules[name]).text.encode())
+        for step in STEPS:
+            call = [sys.executable, "-m", "ruff", *step.split(), *RUFF_OPTIONS, PACKAGE]
             done = subprocess.run(
                 call, cwd=folder, capture_output=True, encoding="utf-8"
             )
             if done.returncode:
-                raise BookError(f"ruff {command} failed: {done.stderr.strip()}")
-        texts = [read_text(Path(folder, file)) for file in files]
-    return dict(zip(modules, texts, strict=True)), done.stdout
+                raise BookError(f"ruff {step} failed: {done.stderr.strip()}")
+        return {name: read_text(path) for name, path in files.items()}, done.stdout
 
 
 def trace(lines: list[Line], text: str) -> list[Line]:
     """Give each line that ruff wrote the chapter line it came from."""
     new = text.split("\n")[:-1]
     pair = [x.text.strip() for x in lines], [x.strip() for x in new]
+    sorted_away = {x.text: x for x in lines if x.text.startswith(("from ", "import "))}
     found: list[Line] = []
     for tag, *span in difflib.SequenceMatcher(None, *pair, False).get_opcodes():
         old = lines[span[0] : span[1]]
         if tag != "equal":  # one line became several, or several one
             old = [x for x in old if x.text] or [BLANK]
         for i, text in enumerate(new[span[2] : span[3]]):
-            source = old[min(i, len(old) - 1)]
+            source = sorted_away.get(text) or old[min(i, len(old) - 1)]
             found.append(Line(text, source.path, source.line))
     return found

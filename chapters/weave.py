@@ -3,20 +3,31 @@
 A chapter that changed since its outputs were stored stops the build.
 """
 
+import io
 import re
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
 import book
+import claims
 
 Package = dict[str, book.Module]
+PYODIDE = (  # what Python in a browser needs, of the npm package
+    "pyodide.mjs",
+    "pyodide.asm.js",
+    "pyodide.asm.wasm",
+    "pyodide-lock.json",
+    "python_stdlib.zip",
+)
 COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -27,18 +38,30 @@ def on_config(config: MkDocsConfig) -> None:
     chapters = [{title(p): f"{p.stem}.md"} for p in book.chapter_paths(root)]
     nav: list[Any] = [{"Home": "index.md"}]
     nav += [{"Chapters": chapters}] if chapters else []
+    nav += [{"Claims": "claims.md"}] if (root / claims.TABLE).exists() else []
     pages = [{f"minivllm/{name}": page_of(name)} for name in package_of(config)]
     config.nav = nav + ([{"Package": pages}] if pages else [])
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    package = package_of(config)
-    for path in book.chapter_paths(root_of(config)):
-        page = weave(root_of(config), path, package)
+    package, root = package_of(config), root_of(config)
+    if faults := claims.faults(root):
+        raise PluginError("\n".join(faults))
+    for path in book.chapter_paths(root):
+        page, notebook = weave(root, path, package)
         files.append(File.generated(config, f"{path.stem}.md", content=page))
+        replace(files, File.generated(config, f"{path.stem}.ipynb", content=notebook))
+    if (root / claims.TABLE).exists():
+        page = claims.page(root)
+        files.append(File.generated(config, "claims.md", content=page))
     for module in package.values():
         page = source_page(module)
         files.append(File.generated(config, page_of(module.name), content=page))
+    zipped = archive(package)
+    files.append(File.generated(config, "assets/minivllm.zip", content=zipped))
+    for path in pyodide(root_of(config)):
+        name = f"assets/pyodide/{path.name}"
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
@@ -81,8 +104,15 @@ def title(path: Path) -> str:
     return cell.source.partition("\n")[0].removeprefix("# ").strip()
 
 
-def weave(root: Path, path: Path, package: Package) -> str:
-    """The Markdown of a chapter."""
+def replace(files: Files, file: File) -> None:
+    """Put a generated file in the place of one in chapters/."""
+    if there := files.get_file_from_path(file.src_uri):
+        files.remove(there)
+    files.append(file)
+
+
+def weave(root: Path, path: Path, package: Package) -> tuple[str, str]:
+    """The Markdown of a chapter, and the notebook that its readers download."""
     try:
         notebook, fresh = book.notebook(root, path)
     except book.BookError as error:
@@ -92,23 +122,33 @@ def weave(root: Path, path: Path, package: Package) -> str:
             f"chapters/{path.name}: changed since its outputs were stored: "
             "run `python chapters/book.py run`"
         )
-    cells = zip(notebook.cells, book.read_cells(path), strict=True)
-    parts = ["\n".join(cell_parts(cell, source, package)) for cell, source in cells]
+    cells = list(zip(notebook.cells, book.read_cells(path), strict=True))
+    checks = [False, *(claims.tagged(source.meta) for _, source in cells)]
+    parts = [
+        "\n".join(cell_parts(cell, source, package, check))
+        for (cell, source), check in zip(cells, checks, strict=False)
+    ]
     download = f"[Download as a notebook]({path.stem}.ipynb){{ .download download }}"
     heading, _, rest = parts[0].partition("\n")
-    return "\n\n".join([heading, download, rest, *parts[1:]])
+    page = "\n\n".join([heading, download, rest, *parts[1:]])
+    return page, nbformat.writes(claims.student(notebook))
 
 
-def cell_parts(cell: Any, source: book.Cell, package: Package) -> Iterator[str]:
+def cell_parts(
+    cell: Any, source: book.Cell, package: Package, check: bool
+) -> Iterator[str]:
     tags = source.meta.get("tags", [])
     if "hide" in tags:
         return
     if source.kind == "markdown":
         shown, results = [cell.source], []
     else:
-        shown, results = code(source, package), list(outputs(cell))
-    if "solution" in tags:
-        yield fold("Solution", [*shown, *results])
+        anchor = [f'<div id="{x}"></div>\n'] if (x := source.meta.get("name")) else []
+        shown, results = code(source, package), [*anchor, *outputs(cell)]
+    if "solution" in tags or (check and source.kind == "code"):
+        yield fold("Its check" if check else "Solution", [*shown, *results])
+    elif "live" in tags:
+        yield live([*shown, *results], source.path.parent.parent)
     elif "hide-input" in tags:
         yield from [*results, fold("The code of this picture", shown)]
     else:
@@ -136,7 +176,7 @@ def outputs(cell: Any) -> Iterator[str]:
         data = output.get("data", {})
         picture = data.get("image/svg+xml") or data.get("text/html")
         if output.output_type == "error":
-            yield fence(f"{output.ename}: {output.evalue}", ".text .output .error")
+            yield fence("\n".join(output.traceback), ".text .output .error")
         elif picture:
             yield f'<div class="output">{picture.strip()}</div>\n'
         else:
@@ -148,6 +188,13 @@ def fence(text: str, attributes: str) -> str:
     """A fenced block, whatever backticks the text has."""
     ticks = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or [""]))
     return f"{ticks} {{ {attributes} }}\n{text}\n{ticks}\n"
+
+
+def live(parts: list[str], root: Path) -> str:
+    """A cell that assets/book.js lets the reader edit and run."""
+    size = round(sum(path.stat().st_size for path in pyodide(root)) / 1e6)
+    head = f'<div class="live" data-megabytes="{size}" markdown="1">\n'
+    return "\n".join([head, *parts, "</div>\n"])
 
 
 def fold(summary: str, parts: list[str]) -> str:
@@ -167,3 +214,19 @@ def source_page(module: book.Module) -> str:
         f"Built in [{title(chapter)}](../{chapter.stem}.md).\n\n"
         + fence(module.text.rstrip(), '.python linenums="1"')
     )
+
+
+# ---- Python in the page --------------------------------------------------------------
+def pyodide(root: Path) -> list[Path]:
+    """The files of Pyodide; none when it was not fetched, or not wholly."""
+    paths = [root / "build/npm/node_modules/pyodide" / name for name in PYODIDE]
+    return paths if all(path.is_file() for path in paths) else []
+
+
+def archive(package: Package) -> bytes:
+    """The package as live cells import it; the same bytes on every run."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, module in sorted(package.items()):
+            made.writestr(zipfile.ZipInfo(f"minivllm/{name}"), module.text)
+    return file.getvalue()

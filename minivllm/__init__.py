@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py. Edit the chapter, not this file.
+# Exported from chapters/14_llm.py (e5d6db70): edit the chapter.
 """minivllm: a small inference engine that reuses work, exported from a book."""
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py. Edit the chapter, not this file.
+# Exported from chapters/05_model.py (c2aae468): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from collections.abc import Sequence

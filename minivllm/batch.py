@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py. Edit the chapter, not this file.
+# Exported from chapters/05_model.py (bbf56b32): edit the chapter.
 """What one forward pass computes: some new tokens of several requests."""
 
 from array import array

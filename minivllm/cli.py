@@ -1,13 +1,17 @@
-# Exported from chapters/14_llm.py. Edit the chapter, not this file.
+# Exported from chapters/14_llm.py (cf351e1f): edit the chapter.
 """The command line: `minivllm generate`."""
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from inspect import Parameter, signature
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
+
+from minivllm.options import CHOICES, EngineOptions
+from minivllm.request import SamplingParams
 
 SCHEMA_VERSION = 1  # of every JSON output
 
@@ -20,12 +24,31 @@ app = typer.Typer(
 )
 
 
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command's `**options` take one option for each field of `EngineOptions`."""
+    hints = get_type_hints(EngineOptions)
+    own = [p for p in signature(command).parameters.values() if p.kind != p.VAR_KEYWORD]
+    for each in fields(EngineOptions):
+        words: list[str] = [each.metadata["help"]]
+        if each.name in CHOICES:
+            words.append(f"One of {', '.join(CHOICES[each.name])}.")
+        given = typer.Option(help=" ".join(words))
+        kind = Annotated[hints[each.name], given]  # type: ignore[valid-type, name-defined]
+        parameter = Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default)
+        own.append(parameter.replace(annotation=kind))
+    public = signature(command).replace(parameters=own)
+    command.__signature__ = public  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in own}
+    return command
+
+
 @app.callback()
 def root() -> None:
     """An LLM inference engine that reuses work."""
 
 
 @app.command()
+@with_engine_options
 def generate(
     prompt: Annotated[
         list[str], typer.Option(help="Text to continue; repeat for more.")
@@ -39,49 +62,22 @@ def generate(
         int, typer.Option(help="Keep the k likeliest tokens; 0: all.")
     ] = 0,
     top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of each request.")] = None,
+    min_p: Annotated[float, typer.Option(help="Least share of the likeliest.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text here.")] = None,
-    index: Annotated[str, typer.Option(help="radix, hash or none.")] = "radix",
-    publish: Annotated[str, typer.Option(help="step or finish.")] = "step",
-    single_flight: Annotated[str, typer.Option(help="none.")] = "none",
-    grouping: Annotated[str, typer.Option(help="arrival.")] = "arrival",
-    admission: Annotated[
-        str, typer.Option(help="optimistic or reserve.")
-    ] = "optimistic",
-    eviction: Annotated[str, typer.Option(help="lru, lfu or fifo.")] = "lru",
-    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of K/V memory.")] = None,
-    max_running: Annotated[int, typer.Option(help="Requests in a step.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in a step.")] = 2048,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16, float16.")
-    ] = "auto",
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line.")
     ] = False,
+    **options: Any,
 ) -> None:
     """Continue one or more prompts."""
-    from minivllm.llm import LLM
-    from minivllm.request import SamplingParams
-
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=seed, stop=stop)
-    llm = LLM(
-        model,
-        index=index,
-        publish=publish,
-        single_flight=single_flight,
-        grouping=grouping,
-        admission=admission,
-        eviction=eviction,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_running=max_running,
-        max_batch_tokens=max_batch_tokens,
-        device=device,
-        dtype=dtype,
+    params = SamplingParams(
+        max_tokens, temperature, top_k, top_p, min_p, stop=stop, ignore_eos=ignore_eos
     )
-    for output in llm.generate(prompt, params):
+    EngineOptions(**options)  # a bad value is told before the model is loaded
+    from minivllm.llm import LLM  # torch begins here
+
+    for output in LLM(model, **options).generate(prompt, params):
         show(asdict(output), as_json)
         if output.outputs[0].finish_reason == "error":
             raise typer.Exit(1)

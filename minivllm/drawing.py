@@ -1,5 +1,5 @@
-# Exported from chapters/01_kv_cache.py. Edit the chapter, not this file.
-"""Small SVG pictures from runs: rows of cells, and trees.
+# Exported from chapters/01_kv_cache.py (1e880b50): edit the chapter.
+"""Small SVG pictures from runs: rows of cells, trees, and steps through them.
 
 One colour per page state, given as CSS variables with a fallback, so that the site's
 light and dark themes can set them and a notebook elsewhere still shows them.
@@ -165,3 +165,41 @@ def _place(
     for end in middles:
         picture.line(middle, top + height, end, below)
     return middle, max(right, middle + width / 2)
+
+
+BECOMES = {  # an event of the cache -> the state of its pages from then on
+    "allocate": "private",
+    "publish": "published",
+    "evict": "free",
+    "free": "free",
+}
+
+
+def page_states(
+    num_pages: int, events: Iterable[tuple[str, Sequence[int]]]
+) -> list[tuple[str, list[Cell]]]:
+    """Memory after each event (a kind of `BECOMES`, page numbers), for `draw_rows`."""
+    states = ["free"] * num_pages
+    rows = []
+    for kind, pages in [("start", ()), *events]:
+        for page in pages:
+            states[page] = BECOMES[kind]
+        cells = [(i * 1.0, 1.0, state, str(i)) for i, state in enumerate(states)]
+        rows.append((kind, cells))
+    return rows
+
+
+@dataclass
+class Steps:
+    """Pictures of one thing at several moments, drawn to one scale."""
+
+    frames: Sequence[Picture]
+
+    def _repr_html_(self) -> str:
+        right = max(frame.width for frame in self.frames)
+        bottom = max(frame.height for frame in self.frames)
+        shown = []
+        for i, frame in enumerate(self.frames):
+            frame._grow(right, bottom)
+            shown.append(f"<div{' hidden' if i else ''}>{frame._repr_html_()}</div>")
+        return f'<div class="steps">{"".join(shown)}</div>'

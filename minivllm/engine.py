@@ -1,5 +1,7 @@
-# Exported from chapters/07_engine.py. Edit the chapter, not this file.
+# Exported from chapters/07_engine.py (12fa2232): edit the chapter.
 """The loop: schedule, run, commit, publish."""
+
+from __future__ import annotations
 
 import logging
 import time
@@ -76,7 +78,7 @@ class Publisher(Protocol):
 
 
 class PublishAtFinish:
-    """Nothing is visible before its owner has ended."""
+    """Nothing is visible before its owner has ended, or was preempted."""
 
     def num_visible(self, state: RequestState) -> int:
         """None."""
@@ -181,29 +183,35 @@ class Engine:
     def check(self, token_ids: TokenIds, params: SamplingParams) -> int:
         """How many output tokens a request may have; `ValueError` if it cannot run."""
         size, context = len(token_ids), self.limits.max_context
-        last_id = self.limits.vocab_size - 1
         if size == 0:
             raise ValueError("the prompt is empty")
         for ids in (token_ids, params.stop_token_ids or ()):
-            if ids and (min(ids) < 0 or max(ids) > last_id):
-                wrong = next(i for i in ids if not 0 <= i <= last_id)
-                raise ValueError(
-                    f"token id {wrong} is not in 0 to {last_id}, the vocabulary"
-                )
+            self._check_ids(ids)
         if size >= context:
             raise ValueError(
                 f"the prompt has {size} tokens and the model's context {context}: "
                 "no room for an output token"
             )
         max_output = min(params.max_tokens or context, context - size)
+        self._check_footprint(size + max_output - 1)
+        return max_output
+
+    def _check_ids(self, token_ids: TokenIds) -> None:
+        last_id = self.limits.vocab_size - 1
+        if token_ids and (min(token_ids) < 0 or max(token_ids) > last_id):
+            wrong = next(i for i in token_ids if not 0 <= i <= last_id)
+            raise ValueError(
+                f"token id {wrong} is not in 0 to {last_id}, the vocabulary"
+            )
+
+    def _check_footprint(self, num_tokens: int) -> None:
         cache = self.scheduler.cache
-        needed, there = cache.pages_for(size + max_output - 1), cache.pool.num_pages
+        needed, there = cache.pages_for(num_tokens), cache.pool.num_pages
         if needed > there:
             raise ValueError(
                 f"the request may need {needed} pages and the pool has {there}: "
                 "lower max_tokens or raise num_pages"
             )
-        return max_output
 
     def submit(
         self,

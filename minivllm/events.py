@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py. Edit the chapter, not this file.
+# Exported from chapters/04_pages.py (9e316245): edit the chapter.
 """What happened, in order: the one way to look into a running engine."""
 
 from collections import deque

@@ -1,4 +1,4 @@
-# Exported from chapters/02_hashing.py. Edit the chapter, not this file.
+# Exported from chapters/02_hashing.py (4bab4546): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
@@ -24,6 +24,11 @@ def root_hash(extra_key: ExtraKey = None) -> bytes:
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
 
+def page_name(past: bytes, page: bytes) -> bytes:
+    """The name of a page, from the name of its past and the bytes of its tokens."""
+    return blake2b(past + page, digest_size=DIGEST_BYTES).digest()
+
+
 def page_hashes(
     token_ids: TokenIds, page_size: int, extra_key: ExtraKey = None
 ) -> list[bytes]:
@@ -40,18 +45,10 @@ def extend_hashes(
     known: list[bytes], token_ids: TokenIds, page_size: int, extra_key: ExtraKey = None
 ) -> list[bytes]:
     """`page_hashes` of a sequence whose first pages are named already, in `known`."""
-    return chain_names(
-        known, token_bytes(token_ids), 4 * page_size, root_hash(extra_key)
-    )
-
-
-def chain_names(known: list[bytes], data: bytes, step: int, root: bytes) -> list[bytes]:
-    """Go on naming the pages of `data`, `step` bytes each, where `known` ends."""
+    data, step = token_bytes(token_ids), 4 * page_size
     names = list(known)
-    name = names[-1] if names else root
+    name = names[-1] if names else root_hash(extra_key)
     for start in range(len(names) * step, len(data) - step + 1, step):
-        name = blake2b(
-            name + data[start : start + step], digest_size=DIGEST_BYTES
-        ).digest()
+        name = page_name(name, data[start : start + step])
         names.append(name)
     return names

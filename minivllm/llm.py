@@ -1,108 +1,27 @@
-# Exported from chapters/14_llm.py. Edit the chapter, not this file.
+# Exported from chapters/14_llm.py (68f8ade0): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
+from __future__ import annotations
+
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from minivllm.engine import (
-    Engine,
-    Limits,
-    NoText,
-    PublishAtFinish,
-    PublishEachStep,
-    Publisher,
-    Writer,
-)
+from minivllm.engine import Engine, Limits, NoText, Writer
 from minivllm.events import Observer, ignore
 from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
-from minivllm.prefix_cache import INDEXES, PrefixCache
-from minivllm.radix import EVICTION
+from minivllm.options import PUBLISHERS, read_options
+from minivllm.prefix_cache import PrefixCache
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.sampling import Sampler
-from minivllm.scheduler import ADMISSIONS, Scheduler
+from minivllm.scheduler import Scheduler
 from minivllm.tokenizer import TextWriter, load_tokenizer
-
-PUBLISHERS: dict[str, type[Publisher]] = {
-    "finish": PublishAtFinish,
-    "step": PublishEachStep,
-}
-CHOICES: dict[str, tuple[str, ...]] = {
-    "index": tuple(INDEXES),
-    "publish": tuple(PUBLISHERS),
-    "single_flight": ("none",),
-    "grouping": ("arrival",),
-    "admission": ADMISSIONS,
-    "eviction": tuple(EVICTION),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-}
-VLLM_NAMES = {  # what vLLM's users type -> what it is called here
-    "block_size": "page_size",
-    "max_num_seqs": "max_running",
-    "max_num_batched_tokens": "max_batch_tokens",
-}
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Every choice of the engine. `num_pages` None: a share of the free memory.
-
-    `page_size` and `max_batch_tokens` are in tokens; `device` is "auto", "cpu", "cuda",
-    "cuda:1", "mps". Raises `ValueError` for a value that does not exist.
-    """
-
-    index: str = "radix"
-    publish: str = "step"
-    single_flight: str = "none"
-    grouping: str = "arrival"
-    admission: str = "optimistic"
-    eviction: str = "lru"
-    page_size: int = 16
-    num_pages: int | None = None
-    max_running: int = 64
-    max_batch_tokens: int = 2048
-    device: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                offered = ", ".join(choices)
-                raise ValueError(f"{name} must be one of {offered}, not {value!r}")
-        for name in ("page_size", "num_pages", "max_running", "max_batch_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(
-                    f"{name} must be a whole number of at least 1, not {value!r}"
-                )
-
-
-def read_options(given: Mapping[str, Any]) -> EngineOptions:
-    """Options by our names or vLLM's; `ValueError` for unknown or double ones."""
-    options = dict(given)
-    if (
-        caching := options.pop("enable_prefix_caching", None)
-    ) is not None and not caching:
-        options["index"] = "none"
-    for theirs, ours in VLLM_NAMES.items():
-        if theirs in options:
-            if ours in options:
-                raise ValueError(f"{theirs} and {ours} are the same option: give one")
-            options[ours] = options.pop(theirs)
-    known = {field.name for field in fields(EngineOptions)}
-    if unknown := sorted(set(options) - known):
-        raise ValueError(
-            f"unknown option {unknown[0]!r} (known: {', '.join(sorted(known))})"
-        )
-    return EngineOptions(**options)
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,10 +1,12 @@
-# Exported from chapters/06_weights_and_words.py. Edit the chapter, not this file.
+# Exported from chapters/06_weights_and_words.py (8a11680f): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
 files, for Llama, Qwen2 and Qwen3. Whatever is missing, unknown or of the wrong shape
 raises `LoadError`, by name: nothing is skipped in silence.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Iterator

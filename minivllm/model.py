@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py. Edit the chapter, not this file.
+# Exported from chapters/05_model.py (775e3293): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a

@@ -1,5 +1,7 @@
-# Exported from chapters/04_pages.py. Edit the chapter, not this file.
+# Exported from chapters/04_pages.py (ea94727d): edit the chapter.
 """K/V memory in pages: who may write where."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 

@@ -1,23 +1,16 @@
-# Exported from chapters/04_pages.py. Edit the chapter, not this file.
+# Exported from chapters/04_pages.py (b2242f42): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
+
+from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from minivllm.events import Observer, ignore
-from minivllm.hashing import chain_names, root_hash, token_bytes
+from minivllm.hashing import page_name, root_hash
 from minivllm.pages import PagePool
-from minivllm.radix import (
-    EVICTION,
-    EvictionQueue,
-    Handle,
-    Match,
-    Node,
-    RadixCache,
-    Slots,
-    StaleMatch,
-)
+from minivllm.radix import Handle, Match, Node, RadixCache, Root, Slots
 from minivllm.request import ExtraKey, TokenIds
 
 
@@ -31,7 +24,7 @@ class PageIndex(Protocol):
         """Find the longest published prefix, in whole pages. Changes nothing."""
 
     def insert_pages(
-        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
+        self, token_ids: TokenIds, first_slots: array[int], extra_key: ExtraKey = None
     ) -> tuple[int, Match]:
         """Enter full pages; say how many tokens were known, and where all lie now."""
 
@@ -44,126 +37,60 @@ class PageIndex(Protocol):
     def evict_pages(self, num_pages: int) -> list[int]:
         """Forget pages, next victims and tails first; their first slots."""
 
+    def pages(self) -> list[int]:
+        """All published pages."""
+
 
 @dataclass(eq=False, slots=True)
 class Entry(Node):
-    """A page of the hash index: a node of one page that knows its name."""
+    """A node of one page that knows its name."""
 
     name: bytes = b""
 
 
-class HashIndex:
-    """A table from chained page hashes to pages: vLLM's index, `RadixCache`'s API."""
+class HashIndex(RadixCache):
+    """A table from chained page hashes to pages (vLLM's index), with the tree's API."""
 
     def __init__(self, page_size: int, eviction: str = "lru") -> None:
-        self.page_size = page_size
-        self.total_size = 0
-        self.protected_size = 0
-        self._step = 4 * page_size
+        super().__init__(page_size, eviction)
         self._entries: dict[bytes, Entry] = {}
-        self._roots: dict[ExtraKey, Node] = {}
-        self._clock = 0
-        self._leaves = EvictionQueue(EVICTION[eviction])
 
-    def _walk(self, key: bytes, extra_key: ExtraKey) -> tuple[list[Entry], list[bytes]]:
-        """The entries along `key`, and the names of all its pages."""
-        names = chain_names([], key, self._step, root_hash(extra_key))
-        parent: Node = self._root(extra_key)
-        path: list[Entry] = []
-        for i, name in enumerate(names):
+    def _walk(self, key: bytes, extra_key: ExtraKey) -> list[tuple[Node, int]]:
+        """The entries along `key`, found by name and confirmed by tokens and parent."""
+        parent: Node | None = self._roots.get(extra_key)
+        name, path = root_hash(extra_key), list[tuple[Node, int]]()
+        for start in range(0, len(key) - self._step + 1, self._step):
+            page = key[start : start + self._step]
+            name = page_name(name, page)
             entry = self._entries.get(name)
-            page = key[i * self._step : (i + 1) * self._step]
             if entry is None or entry.parent is not parent or entry.key != page:
                 break
-            path.append(entry)
+            path.append((entry, self._step))
             parent = entry
-        return path, names
+        return path
 
-    def _root(self, extra_key: ExtraKey) -> Node:
-        return self._roots.setdefault(extra_key, Node(b"", array("i")))
-
-    def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
-        """Find the longest published prefix, in whole pages."""
-        key = token_bytes(token_ids)
-        return self._match(self._walk(key, extra_key)[0], key, extra_key)
-
-    def _match(self, path: list[Entry], key: bytes, extra_key: ExtraKey) -> Match:
-        slots = Slots(
-            array("i", (node.first_slots[0] for node in path)), self.page_size
-        )
-        return Match(len(slots), slots, key[: len(path) * self._step], extra_key)
-
-    def insert_pages(
-        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
-    ) -> tuple[int, Match]:
-        """Enter full pages; say how many tokens were known, and where all lie now."""
-        key = token_bytes(token_ids)[: len(first_slots) * self._step]
-        path, names = self._walk(key, extra_key)
-        known = len(path)
-        self._clock += 1
-        for i in range(known, len(names)):
-            if names[i] in self._entries:  # another past has this very name: stop here
-                break
-            parent = path[-1] if path else self._root(extra_key)
+    def _add_leaf(self, parent: Node, key: bytes, first_slots: array[int]) -> Node:
+        name = parent.name if isinstance(parent, Entry) else b""
+        if isinstance(parent, Root):
+            name = root_hash(parent.extra_key)
+        for i, slot in enumerate(first_slots):
             page = key[i * self._step : (i + 1) * self._step]
-            path.append(self._add(parent, names[i], page, first_slots[i : i + 1]))
-        self._touch(path)
-        return known * self.page_size, self._match(path, key, extra_key)
-
-    def _add(self, parent: Node, name: bytes, page: bytes, slot: "array[int]") -> Entry:
-        entry = Entry(page, slot, parent, created=self._clock, name=name)
-        parent.children[name] = self._entries[name] = entry
-        self.total_size += self.page_size
-        return entry
-
-    def _touch(self, path: list[Entry]) -> None:
-        for node in path:
-            node.last_access = self._clock
-            node.num_hits += 1
-        if path:
-            self._leaves.push(path[-1])
-
-    def lock(self, match: Match) -> Handle:
-        """Protect a match from eviction; raises `StaleMatch` if it is shorter now."""
-        path, names = self._walk(match.key, match.extra_key)
-        if len(path) < len(names):
-            raise StaleMatch(
-                f"the {match.matched_len} tokens of the match were evicted"
+            name = page_name(name, page)
+            if name in self._entries:
+                break
+            entry = Entry(
+                page, array("i", [slot]), parent, created=self._clock, name=name
             )
-        self._clock += 1
-        self._touch(path)
-        end = path[-1] if path else self._root(match.extra_key)
-        self._count(end, +1)
-        return Handle(end)
+            parent.children[page] = self._entries[name] = entry
+            self.total_size += self.page_size
+            parent = entry
+        self._leaves.push(parent)
+        return parent
 
-    def unlock(self, handle: Handle) -> None:
-        """End the protection. Raises `ValueError` the second time."""
-        if handle.node is None:
-            raise ValueError("this handle was unlocked before")
-        self._count(handle.node, -1)
-        self._leaves.push(handle.node)
-        handle.node = None
-
-    def _count(self, end: Node, change: int) -> None:
-        node: Node | None = end
-        while node is not None:
-            if node.locks + change == 0 or node.locks == 0:
-                self.protected_size += change * (len(node.key) // 4)
-            node.locks += change
-            node = node.parent
-
-    def evict_pages(self, num_pages: int) -> list[int]:
-        """Forget pages, next victims and tails first; their first slots."""
-        freed: list[int] = []
-        while len(freed) < num_pages and (leaf := self._leaves.pop()):
-            parent = leaf.parent
-            assert parent is not None and isinstance(leaf, Entry)
-            del parent.children[leaf.name], self._entries[leaf.name]
-            leaf.parent = None
-            freed.append(leaf.first_slots[0])
-            self._leaves.push(parent)
-        self.total_size -= len(freed) * self.page_size
-        return freed
+    def _trim(self, leaf: Node, num_pages: int) -> None:
+        super()._trim(leaf, num_pages)
+        assert isinstance(leaf, Entry)
+        del self._entries[leaf.name]
 
 
 class NoIndex:
@@ -180,7 +107,7 @@ class NoIndex:
         return Match(0, Slots(array("i"), self.page_size), b"", extra_key)
 
     def insert_pages(
-        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
+        self, token_ids: TokenIds, first_slots: array[int], extra_key: ExtraKey = None
     ) -> tuple[int, Match]:
         """Take nothing."""
         return 0, self.match_prefix(token_ids, extra_key)
@@ -194,6 +121,10 @@ class NoIndex:
 
     def evict_pages(self, num_pages: int) -> list[int]:
         """Nothing can go."""
+        return []
+
+    def pages(self) -> list[int]:
+        """Nothing is published."""
         return []
 
 
@@ -251,6 +182,7 @@ class PrefixCache:
             return
         self._evict(missing - self.pool.num_free)
         lease.pages += self.pool.allocate(missing)
+        self.observer("allocate", pages=lease.pages[-missing:])
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold so many tokens."""
@@ -281,9 +213,9 @@ class PrefixCache:
         num_known, match = self.index.insert_pages(ids, slots, lease.extra_key)
         published = match.kv_indices.pages
         self._hand_over(lease, self.index.lock(match))
-        self.pool.free(
-            [a for a, b in zip(lease.pages, published, strict=False) if a != b]
-        )
+        spare = [a for a, b in zip(lease.pages, published, strict=False) if a != b]
+        self.pool.free(spare)
+        self.observer("free", pages=spare)
         lease.pages[: len(published)] = published
         lease.num_shared = len(published)
         self.published_tokens += match.matched_len - num_known
@@ -299,6 +231,7 @@ class PrefixCache:
         """End a lease: publish its complete pages, give the others back, unpin."""
         self.publish(lease, token_ids, num_committed)
         self.pool.free(lease.pages[lease.num_shared :])
+        self.observer("free", pages=lease.pages[lease.num_shared :])
         self._hand_over(lease, None)
         self.leases.remove(lease)
         lease.pages, lease.num_shared = [], 0
@@ -326,17 +259,19 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and every user is known."""
-        stats = self.stats()
+        stats, published = self.stats(), set(self.index.pages())
         private = [
             page for lease in self.leases for page in lease.pages[lease.num_shared :]
         ]
         pinned = {
             page for lease in self.leases for page in lease.pages[: lease.num_shared]
         }
+        free = {p for p in range(self.pool.num_pages) if not self.pool.is_out(p)}
         assert len(set(private)) == len(private), "a private page with two owners"
-        assert not pinned & set(private), "a page both private and published"
-        assert len(private) == stats["pages_private"], "a page that nobody holds"
+        assert not published & set(private), "a page both private and published"
+        assert not free & (published | set(private)), "a page that is free and in use"
+        assert free | published | set(private) == set(range(self.pool.num_pages))
+        assert pinned <= published, "a lease points to a page that is not published"
+        assert len(free) == stats["pages_free"]
+        assert len(private) == stats["pages_private"]
         assert len(pinned) == stats["pages_pinned"], "a pin without a user"
-        assert all(self.pool.is_out(page) for page in pinned | set(private)), (
-            "freed in use"
-        )

@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py. Edit the chapter, not this file.
+# Exported from chapters/03_radix.py (3bec93af): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -12,6 +12,7 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import overload
 
 from minivllm.hashing import token_bytes
@@ -72,12 +73,19 @@ class Node:
     last_access: int = 0
     num_hits: int = 0
     created: int = 0
-    queued: bool = False
+    queued: bool = False  # has an entry in the eviction queue
 
     @property
     def evictable(self) -> bool:
         """A leaf that nobody uses, still in the tree."""
         return not self.children and not self.locks and self.parent is not None
+
+
+@dataclass(eq=False, slots=True)
+class Root(Node):
+    """The empty prefix under an extra key; it has no parent."""
+
+    extra_key: ExtraKey = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class RadixCache:
         self.total_size = 0
         self.protected_size = 0
         self._step = 4 * page_size  # bytes in a page of the key
-        self._roots: dict[ExtraKey, Node] = {}
+        self._roots: dict[ExtraKey, Root] = {}
         self._clock = 0
         self._leaves = EvictionQueue(EVICTION[eviction])
 
@@ -127,7 +135,9 @@ class RadixCache:
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
         """Find the longest cached prefix, in whole pages. Changes nothing."""
         key = token_bytes(token_ids)
-        firsts = self._slots_along(self._walk(key, extra_key))
+        firsts = array("i")
+        for node, num_bytes in self._walk(key, extra_key):
+            firsts += node.first_slots[: num_bytes // self._step]
         length = len(firsts) * self.page_size
         return Match(
             length, Slots(firsts, self.page_size), key[: 4 * length], extra_key
@@ -136,7 +146,8 @@ class RadixCache:
     def _walk(self, key: bytes, extra_key: ExtraKey) -> list[tuple[Node, int]]:
         """The nodes along `key`, each with the number of its bytes that agree."""
         path: list[tuple[Node, int]] = []
-        node, at = self._roots.get(extra_key), 0
+        node: Node | None = self._roots.get(extra_key)
+        at = 0
         while node and (child := node.children.get(key[at : at + self._step])):
             agree = self._agreement(child.key, key, at)
             path.append((child, agree))
@@ -147,10 +158,8 @@ class RadixCache:
         """How many bytes of `edge`, in whole pages, `key` repeats from `at` on."""
         if key.startswith(edge, at):
             return len(edge)
-        low, high = (
-            1,
-            min(len(edge), len(key) - at) // self._step,
-        )  # the first page agrees
+        low = 1  # the first page agrees: the child was found by it
+        high = min(len(edge), len(key) - at) // self._step
         while low < high:  # the last page that agrees, by halving
             middle = (low + high + 1) // 2
             end = middle * self._step
@@ -184,28 +193,30 @@ class RadixCache:
         """`insert`, with one slot a page; also returns where the prefix lies now."""
         key = token_bytes(token_ids)[: len(first_slots) * self._step]
         path = self._walk(key, extra_key)
-        canonical = self._slots_along(path)  # before a split moves them
-        num_known = len(canonical)
+        known = sum(num_bytes for _, num_bytes in path)
         self._clock += 1
-        node = self._end_of(path, extra_key)
-        if num_known < len(first_slots):
-            rest = first_slots[num_known:]
-            node = self._add_leaf(node, key[num_known * self._step :], rest)
-            canonical += rest
-        self._touch(node)
-        slots = Slots(canonical, self.page_size)
-        return num_known * self.page_size, Match(len(slots), slots, key, extra_key)
+        end = self._end_of(path, extra_key)
+        if known < len(key):
+            end = self._add_leaf(end, key[known:], first_slots[known // self._step :])
+        slots = Slots(self._refresh(end), self.page_size)
+        return known // 4, Match(len(slots), slots, key[: 4 * len(slots)], extra_key)
 
-    def _slots_along(self, path: list[tuple[Node, int]]) -> array[int]:
-        firsts = array("i")
-        for node, num_bytes in path:
-            firsts += node.first_slots[: num_bytes // self._step]
-        return firsts
+    def _refresh(self, end: Node) -> array[int]:
+        """Give a node and all above it the present tick; the slots of the path."""
+        parts: list[array[int]] = []
+        node: Node | None = end
+        while node is not None:
+            node.last_access = self._clock
+            node.num_hits += 1
+            parts.append(node.first_slots)
+            node = node.parent
+        return array("i", chain.from_iterable(reversed(parts)))
 
     def _end_of(self, path: list[tuple[Node, int]], extra_key: ExtraKey) -> Node:
         """The node whose end is the end of the match; splits if it lies inside one."""
         if not path:
-            return self._roots.setdefault(extra_key, Node(b"", array("i")))
+            root = Root(b"", array("i"), extra_key=extra_key)
+            return self._roots.setdefault(extra_key, root)
         node, num_bytes = path[-1]
         return node if num_bytes == len(node.key) else self._split(node, num_bytes)
 
@@ -235,13 +246,6 @@ class RadixCache:
         node.parent = upper
         upper.children[node.key[: self._step]] = node
         return upper
-
-    def _touch(self, node: Node | None) -> None:
-        """Refresh a node and everything above it with the present tick."""
-        while node is not None:
-            node.last_access = self._clock
-            node.num_hits += 1
-            node = node.parent
 
     def evict(self, num_tokens: int) -> list[int]:
         """Forget at least `num_tokens` tokens, in whole pages; return their slots.
@@ -273,7 +277,13 @@ class RadixCache:
         assert parent is not None
         del parent.children[leaf.key[: self._step]]
         leaf.parent = None
-        self._leaves.push(parent)
+        self._settle(parent)
+
+    def _settle(self, node: Node) -> None:
+        """A node lost a child or a lock: perhaps it can go now, perhaps it is empty."""
+        if isinstance(node, Root) and not node.children and not node.locks:
+            self._roots.pop(node.extra_key, None)
+        self._leaves.push(node)
 
     def lock(self, match: Match) -> Handle:
         """Protect exactly the matched tokens from eviction, and refresh their path.
@@ -287,7 +297,7 @@ class RadixCache:
             )
         self._clock += 1
         end = self._end_of(path, match.extra_key)
-        self._touch(end)
+        self._refresh(end)
         self._count(end, +1)
         return Handle(end)
 
@@ -296,7 +306,7 @@ class RadixCache:
         if handle.node is None:
             raise ValueError("this handle was unlocked before")
         self._count(handle.node, -1)
-        self._leaves.push(handle.node)
+        self._settle(handle.node)
         handle.node = None
 
     def _count(self, end: Node, change: int) -> None:
@@ -310,12 +320,17 @@ class RadixCache:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
-        stack = list(self._roots.values())
+        stack: list[Node] = list(self._roots.values())
         while stack:
             node = stack.pop()
             stack += node.children.values()
             if node.parent is not None:
                 yield node
+
+    def pages(self) -> list[int]:
+        """The pages of all cached tokens, for slots given out in whole pages."""
+        firsts = chain.from_iterable(node.first_slots for node in self.nodes())
+        return [slot // self.page_size for slot in firsts]
 
     def check(self) -> None:
         """Assert every invariant of the tree. For tests: walks all of it."""

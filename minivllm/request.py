@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py. Edit the chapter, not this file.
+# Exported from chapters/01_kv_cache.py (44c0e166): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with

@@ -1,5 +1,7 @@
-# Exported from chapters/05_model.py. Edit the chapter, not this file.
+# Exported from chapters/05_model.py (68b5cdbd): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -39,7 +41,7 @@ class ModelRunner:
             PagedAttention(
                 *(
                     torch.empty(shape, dtype=weight.dtype, device=self.device)
-                    for _ in "kv"
+                    for _ in range(2)
                 )
             )
             for _ in range(config.num_layers)

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py. Edit the chapter, not this file.
+# Exported from chapters/06_weights_and_words.py (ba1f67b3): edit the chapter.
 """From logits to token ids."""
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from minivllm.batch import Chunk
 from minivllm.request import SamplingParams
 
-GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the division; vLLM's bound
+GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 
 
 class Sampler:
@@ -52,6 +52,5 @@ def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
     keep = (before < params.top_p) & (probs >= params.min_p * probs[0])
     if params.top_k > 0:
         keep[params.top_k :] = False
-    keep[0] = True
     kept = scaled.masked_fill(~keep, float("-inf"))
     return torch.empty_like(kept).scatter_(0, order, kept)

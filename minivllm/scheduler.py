@@ -1,5 +1,7 @@
-# Exported from chapters/07_engine.py. Edit the chapter, not this file.
+# Exported from chapters/07_engine.py (f0713026): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages."""
+
+from __future__ import annotations
 
 from array import array
 from bisect import insort
@@ -24,7 +26,7 @@ class RequestState:
     """
 
     request: Request
-    tokens: "array[int]"
+    tokens: array[int]
     max_output: int
     lease: Lease | None = None
     num_committed: int = 0
@@ -58,8 +60,8 @@ class Grouping(Protocol):
     def pick(self, waiting: Sequence[RequestState]) -> RequestState:
         """Choose the next request to admit; `waiting` is not empty."""
 
-    def victim(self, running: Sequence[RequestState]) -> RequestState:
-        """Choose the request to preempt; `running` is not empty."""
+    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
+        """Choose the request to preempt, among those not served yet in this step."""
 
 
 class ArrivalOrder:
@@ -69,9 +71,9 @@ class ArrivalOrder:
         """The head of the queue."""
         return waiting[0]
 
-    def victim(self, running: Sequence[RequestState]) -> RequestState:
+    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """The last to have come among the least important."""
-        return running[-1]
+        return unserved[-1]
 
 
 @dataclass
@@ -166,7 +168,8 @@ class Scheduler:
                 self.cache.grow(state.lease, state.num_committed + num_tokens)
                 return True
             except OutOfPages:
-                victim = self.grouping.victim(self.running)
+                unserved = self.running[self.running.index(state) :]
+                victim = self.grouping.victim(unserved)
                 self._preempt(victim)
                 if victim is state:
                     return False

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py. Edit the chapter, not this file.
+# Exported from chapters/06_weights_and_words.py (34889674): edit the chapter.
 """Text to token ids and back."""
 
 from collections.abc import Sequence

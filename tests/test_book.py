@@ -115,10 +115,13 @@ def test_a_class_reopened_twice_becomes_one_class(tmp_path: Path) -> None:
 def test_an_exported_module_reads_like_code_written_by_hand(tmp_path: Path) -> None:
     """Protects the layout: header, docstring, used imports on top, comments kept."""
     text = texts(write(tmp_path, {"01_count.py": COUNTER}))["count.py"]
+    head, _, text = text.partition("\n")
+    assert re.fullmatch(r"# Exported from chapters/01_count.py \(\w{8}\): edit.*", head)
     assert text == dedent(
         '''\
-        # Exported from chapters/01_count.py. Edit the chapter, not this file.
         """Counters."""
+
+        from __future__ import annotations
 
         import heapq
 
@@ -135,7 +138,7 @@ def test_an_exported_module_reads_like_code_written_by_hand(tmp_path: Path) -> N
 
             # Up comes first.
             # up by one step
-            def up(self) -> "Counter":
+            def up(self) -> Counter:
                 self.value += STEP
                 return self
 
@@ -162,8 +165,11 @@ def test_every_package_line_knows_its_chapter_line(tmp_path: Path) -> None:
     lines = book.build_package(tmp_path)["count.py"].lines
     assert lines[0].path is None
     for line in lines[1:]:
-        assert line.path is None or rows[line.line - 1].strip() == line.text.strip()
-    assert [x.text for x in lines if x.text and x.path is None] == [lines[0].text]
+        there = rows[line.line - 1].strip().replace('"Counter"', "Counter")
+        assert line.path is None or there == line.text.strip()
+    future = "from __future__ import annotations"
+    made = [x.text for x in lines if x.text and x.path is None]
+    assert made == [lines[0].text, future]
 
 
 def test_the_map_survives_a_reflow(tmp_path: Path) -> None:
@@ -199,7 +205,7 @@ def test_exporting_twice_changes_nothing(tmp_path: Path) -> None:
     """Protects rebuilds: the second export touches no file, and check is content."""
     write(tmp_path, {"01_count.py": COUNTER})
     assert book.export(tmp_path) == ["count.py", "__init__.py"]
-    assert book.differences(tmp_path) == ""
+    assert book.differences(tmp_path) == []
     before = (tmp_path / "minivllm" / "count.py").stat().st_mtime_ns
     assert book.export(tmp_path) == []
     assert (tmp_path / "minivllm" / "count.py").stat().st_mtime_ns == before
@@ -225,21 +231,33 @@ def test_removing_an_export_cell_removes_the_module(tmp_path: Path) -> None:
     book.export(tmp_path)
     (tmp_path / "minivllm" / "mine.py").write_text("M = 1\n", encoding="utf-8")
     write(tmp_path, {"01_a.py": "# %%\nA = 1\n"})
-    assert "-A = 1" in book.differences(tmp_path)
     assert book.export(tmp_path) == ["a.py"]
     left = sorted(path.name for path in (tmp_path / "minivllm").iterdir())
     assert left == ["__init__.py", "mine.py"]
-    assert "no chapter exports this file" in book.differences(tmp_path)
+    (told,) = book.differences(tmp_path)
+    assert told.startswith("minivllm/mine.py: no chapter exports it")
 
 
-def test_a_package_edited_by_hand_differs(tmp_path: Path) -> None:
-    """Protects "the chapters are the source": check shows the edit as a diff."""
+def test_an_edit_in_the_package_is_told_from_one_in_the_chapter(tmp_path: Path) -> None:
+    """Protects both: either side names the other's line, and the right remedy."""
     write(tmp_path, {"01_a.py": '# %% export="a.py"\nA = 1\n'})
     book.export(tmp_path)
-    (tmp_path / "minivllm" / "a.py").write_text("A = 2\n", encoding="utf-8")
-    assert "-A = 2\n" in book.differences(tmp_path)
+    module = tmp_path / "minivllm" / "a.py"
+    exported = module.read_text(encoding="utf-8")
+    module.write_text(exported.replace("A = 1", "A = 2"), encoding="utf-8")
+    (told,) = book.differences(tmp_path)
+    edited = "minivllm/a.py:4: edited, chapters/01_a.py:2 says otherwise: "
+    assert told == f"{edited}python chapters/book.py untangle"
+    with pytest.raises(book.BookError, match=r"or give it up: .* export --force"):
+        book.export(tmp_path)
+    assert "A = 2" in module.read_text(encoding="utf-8")
+    assert book.export(tmp_path, force=True) == ["a.py"]
+    write(tmp_path, {"01_a.py": '# %% export="a.py"\nA = 3\n'})
+    (told,) = book.differences(tmp_path)
+    other = "minivllm/a.py:4: not as chapters/01_a.py:2 says: "
+    assert told == f"{other}python chapters/book.py export"
     (tmp_path / "minivllm" / "__init__.py").unlink()
-    assert "no such file" in book.differences(tmp_path)
+    assert "minivllm/__init__.py: missing" in book.differences(tmp_path)[0]
 
 
 def test_a_name_of_a_sibling_module_is_imported(tmp_path: Path) -> None:
@@ -294,28 +312,26 @@ def test_an_annotation_may_name_a_class_that_comes_later(tmp_path: Path) -> None
     exec(text, names)
     assert isinstance(names["Tree"]().lock(), names["Lock"])
     late = cells.replace("(self) -> Lock", "(self, kind: type = Lock) -> Lock")
-    where = "chapters/01_a.py:12: Lock is defined only later"
-    assert fault(write(tmp_path, {"01_a.py": late})).startswith(where)
+    where = "chapters/01_a.py:12: Undefined name `Lock`: define, import or rename it"
+    assert fault(write(tmp_path, {"01_a.py": late})) == where
 
 
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ("class A(A):\n    def f(self): ...", "7: A.f is defined already at "),
-        ("class A:\n    pass", "6: A is defined already at chapters/01_a.py:2"),
-        ("A = 3", "6: A is defined already at chapters/01_a.py:2"),
-        ("@final\nclass A(A):\n    x = 1", "7: reopen with `class A(A):`"),
-        ("class A(A, B):\n    x = 1", "6: reopen with `class A(A):`"),
-        ("class A(A, metaclass=M):\n    x = 1", "6: reopen with `class A(A):`"),
-        ("class A(A): x = 1", "6: reopen with `class A(A):`"),
-        ('class A(A):\n    """Twice."""', "6: reopen with `class A(A):`"),
-        ("class B(B):\n    x = 1", "6: B is reopened, but not defined before"),
+        ("class A(A):\n    def f(self): ...", "7: Redefinition of unused `f` from"),
+        ("class A:\n    pass", "6: Redefinition of unused `A` from line "),
+        ("@final\nclass A(A):\n    x = 1", "7: reopen a class of this module by "),
+        ("class A(A, B):\n    x = 1", "6: reopen a class of this module"),
+        ("class A(A, metaclass=M):\n    x = 1", "6: reopen a class of this module"),
+        ("class A(A): x = 1", "6: reopen a class of this module"),
+        ('class A(A):\n    """Twice."""', "6: reopen a class of this module"),
+        ("class B(B):\n    x = 1", "6: reopen a class of this module"),
         ("def g(:\n    pass", "6: invalid syntax: export plain Python only"),
         ("%timeit 1", "6: invalid syntax: export plain Python only"),
-        ("x = 1\ny = missing", "7: missing: define or import it"),
+        ("x = 1\ny = missing", "7: Undefined name `missing`: define"),
         ("from minivllm.nothing import x", "6: no chapter exports minivllm/nothing.py"),
         ("import minivllm", "6: no chapter exports minivllm/__init__.py"),
-        ("from .b import x", "6: no chapter exports minivllm/b.py"),
     ],
 )
 def test_what_an_export_cell_may_not_do(
@@ -331,6 +347,7 @@ def test_what_an_export_cell_may_not_do(
     ("mark", "message"),
     [
         ("export=a.py", 'a cell begins `# %%` or `# %% key="value"`'),
+        ('exprot="a.py"', "with the keys export, name, figure, claims, tags"),
         ("a title", "a cell begins"),
         ('export="../a.py"', 'export="name.py", and not from chapter 0'),
     ],
@@ -357,8 +374,16 @@ def test_a_dataclass_is_not_reopened_for_fields(tmp_path: Path) -> None:
         class A(A):
             y: int
     """
-    where = "chapters/01_a.py:9: a decorator sees the first body"
-    assert fault(write(tmp_path, {"01_a.py": cells})).startswith(where)
+    told = fault(write(tmp_path, {"01_a.py": cells}))
+    assert told.startswith("chapters/01_a.py:9: reopen a class of this module by")
+    assert told.endswith("no decorator, docstring or fields of a dataclass")
+
+
+def test_two_modules_of_a_chapter_do_not_define_the_same_name(tmp_path: Path) -> None:
+    """Protects from the wrong import: a third module could mean either."""
+    cells = '# %% export="a.py"\nX = 1\n\n# %% export="b.py"\nX = 2\n'
+    told = fault(write(tmp_path, {"01_a.py": cells}))
+    assert told == "chapters/01_a.py:5: X is in a.py too: rename one of them"
 
 
 def test_overloads_and_setters_are_not_second_definitions(tmp_path: Path) -> None:
@@ -422,7 +447,7 @@ def test_modules_of_one_chapter_do_not_import_in_circles(tmp_path: Path) -> None
     later = '# %% export="b.py"\ndef g() -> int:\n    return 1\n'
     inferred = '# %% export="a.py"\ndef f() -> int:\n    return g()\n\n' + later
     told = fault(write(tmp_path, {"01_a.py": inferred}))
-    assert told == "chapters/01_a.py:3: g is defined only later, in b.py"
+    assert told.startswith("chapters/01_a.py:3: Undefined name `g`")
     written = '# %% export="a.py"\nfrom minivllm.b import g\n\nF = g()\n\n' + later
     told = fault(write(tmp_path, {"01_a.py": written}))
     assert told.startswith("chapters/01_a.py:2: b.py begins later")
@@ -480,7 +505,7 @@ def test_check_says_what_to_do(tmp_path: Path) -> None:
     write(tmp_path, {"01_a.py": '# %% export="a.py"\nA = 1\n'})
     done = command(tmp_path, "check")
     assert done.returncode == 1
-    assert "+A = 1" in done.stdout
+    assert "minivllm/a.py: missing: python chapters/book.py export" in done.stdout
     assert "01_a.ipynb: missing, stale or stripped: python chapters/" in done.stdout
     assert command(tmp_path, "run", "7").stderr.startswith("no chapter 07: ")
 
@@ -559,6 +584,7 @@ def test_a_stored_notebook_holds_nothing_that_changes(ran: Path) -> None:
     """Protects clean diffs: pinned ids, no times, versions or paths, whole streams."""
     first = stored(ran)
     assert [c["id"] for c in first["cells"]] == [f"01-00{i}" for i in range(5)]
+    assert set(first["metadata"]["book"]) == {"key", "seal", "cells"}
     assert set(first["metadata"]) == {"book", "kernelspec", "language_info"}
     assert first["metadata"]["language_info"] == {"name": "python"}
     assert all(set(c["metadata"]) <= {"export", "tags"} for c in first["cells"])
@@ -566,7 +592,8 @@ def test_a_stored_notebook_holds_nothing_that_changes(ran: Path) -> None:
     assert printed["text"] == ["one\n", "two\n"]
     assert "image/svg+xml" in picture["data"] and picture["metadata"] == {}
     error = outputs(ran, "01_a", 3)[0]
-    assert error["traceback"] == ["ZeroDivisionError: division by zero"]
+    called = "chapters/01_a.py:17 (Cell In[3], line 1)"
+    assert error["traceback"] == [called, "ZeroDivisionError: division by zero"]
     for path in (ran / "chapters").glob("*.ipynb"):
         assert "\\u" not in (text := path.read_text(encoding="utf-8"))
         assert "/build/" not in text and b"\r" not in path.read_bytes()
@@ -598,13 +625,16 @@ def test_a_prose_edit_runs_nothing(ran: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(book, "_execute", forbid)
     old = outputs(ran, "01_a", 2)
     chapter = ran / "chapters" / "01_a.py"
-    text = chapter.read_text(encoding="utf-8").replace("# # 1. Prose", "# # 1. Better")
+    text = chapter.read_text(encoding="utf-8")
+    text = text.replace("# # 1. Prose", "# # 1. Better\n#\n# Two lines more.")
     chapter.write_text(text, encoding="utf-8")
     assert "its text is not the chapter's" in book.stale(ran)[0]
     told: list[str] = []
     book.run(ran, ["01"], report=told.append)
     assert told == ["chapters/01_a.py: new text, same outputs"]
-    assert stored(ran)["cells"][0]["source"] == ["# 1. Better"]
+    assert stored(ran)["cells"][0]["source"][0] == "# 1. Better\n"
+    row = outputs(ran, "01_a", 3)[0]["traceback"][0]
+    assert row == "chapters/01_a.py:19 (Cell In[3], line 1)"  # two lines further down
     assert outputs(ran, "01_a", 2) == old and book.stale(ran) == []
 
 
@@ -631,34 +661,37 @@ def test_outputs_are_stale_when_code_or_an_imported_module_changes(ran: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda nb: nb["cells"][2].update(outputs=[], execution_count=None), "edited"),
-        (lambda nb: nb["cells"][2]["outputs"][0].update(text="three\n"), "edited"),
-        (lambda nb: nb["cells"][4].update(source="print(2)"), "edited"),
-        (lambda nb: nb["metadata"].pop("book"), "edited"),
+        (lambda nb: nb["cells"][2].update(outputs=[], execution_count=None), "stale"),
+        (lambda nb: nb["cells"][2]["outputs"][0].update(text="three\n"), "stale"),
+        (lambda nb: nb["metadata"].pop("book"), "stale"),
+        (lambda nb: nb["cells"][4].update(source="print(2)"), "edited after its run"),
         (lambda nb: nb["metadata"].update(more=1), "text"),
     ],
 )
 def test_an_altered_notebook_fails(
     ran: Path, change: Callable[[Any], object], message: str
 ) -> None:
-    """Protects from outputs that no run has given; an author's edit is not lost."""
-    nb = stored(ran)
-    change(nb)
-    path = ran / "chapters" / "01_a.ipynb"
-    path.write_text(json.dumps(nb), encoding="utf-8")
+    """Protects from outputs that no run has given."""
+    alter(ran, change)
     told = book.stale(ran)
     assert len(told) == 1 and told[0].startswith("chapters/01_a.ipynb: ")
     assert message in told[0] and "python chapters/book.py run 01" in told[0]
-    if message == "edited":
-        with pytest.raises(book.BookError, match=r"carry edits to 01_a\.py"):
-            book.run(ran, report=forbid)
+
+
+def alter(root: Path, change: Callable[[Any], object]) -> None:
+    """Change the first notebook as somebody in Jupyter would."""
+    nb = stored(root)
+    change(nb)
+    path = root / "chapters" / "01_a.ipynb"
+    path.write_text(json.dumps(nb), encoding="utf-8")
 
 
 def test_a_merge_conflict_in_a_notebook_gives_one_line(ran: Path) -> None:
-    """Protects from a JSON traceback: the remedy is the same as for an edit."""
+    """Protects from a JSON traceback: either side of the merge does, or none."""
     path = ran / "chapters" / "01_a.ipynb"
     path.write_text("<<<<<<< HEAD\n" + path.read_text(encoding="utf-8"))
-    assert "run 01 --force" in book.stale(ran)[0]
+    (told,) = book.stale(ran)
+    assert "not a notebook: remove it (after a merge: take either side)" in told
 
 
 def test_a_stripped_notebook_fails_even_with_a_good_seal(ran: Path) -> None:
@@ -677,8 +710,216 @@ def test_a_failing_cell_names_its_line(ran: Path) -> None:
     write(ran, {"03_c.py": cells})
     with pytest.raises(book.BookError) as caught:
         book.run(ran, ["03"])
-    assert str(caught.value) == "chapters/03_c.py:8: KeyError: 'k'"
+    told = "chapters/03_c.py:3: KeyError: 'k' (called at chapters/03_c.py:8)"
+    assert str(caught.value) == told
     assert not (ran / "chapters" / "03_c.ipynb").exists()
+
+
+def test_an_error_in_the_package_names_its_chapter(ran: Path) -> None:
+    """Protects the author's time, and the reader's: no line of a generated file."""
+    fails = '\n# %% export="a.py"\ndef fail() -> None:\n    raise KeyError("k")\n'
+    first = ran / "chapters" / "01_a.py"
+    first.write_text(first.read_text(encoding="utf-8") + fails, encoding="utf-8")
+    call = "from minivllm.a import fail\n\nfail()\n"
+    write(ran, {"03_c.py": "# %%\n" + call})
+    with pytest.raises(book.BookError) as caught:
+        book.run(ran, ["03"])
+    spot = book.untangle.where(book.build_package(ran), "minivllm/a.py:8")
+    assert spot == "chapters/01_a.py:24"
+    assert str(caught.value) == f"{spot}: KeyError: 'k' (called at chapters/03_c.py:4)"
+    write(ran, {"03_c.py": '# %% tags=["raises-exception"]\n' + call})
+    book.run(ran, ["03"])
+    assert outputs(ran, "03_c", 0)[0]["traceback"] == [
+        "chapters/03_c.py:4 (Cell In[1], line 3)",
+        f"{spot} (minivllm/a.py:8)",
+        "KeyError: 'k'",
+    ]
+
+
+# ---- Both ways -----------------------------------------------------------------------
+
+SPLIT = """
+    # %% export="tree.py"
+    \"\"\"A tree.\"\"\"
+
+    import heapq
+    from collections.abc import Iterator
+
+
+    class Tree:
+        def add(self) -> int:
+            one = 1
+            return one
+
+    # %% [markdown]
+    # Prose.
+
+    # %% export="tree.py"
+    from collections.abc import Sequence
+
+
+    # About `size`.
+    class Tree(Tree):
+        def size(self, of: Sequence[int]) -> int:
+            return len(of)
+
+        def walk(self) -> Iterator[int]:
+            yield heapq.nlargest(1, [1, 2])[0]
+
+    # %% export="tree.py"
+    def last() -> int:
+        return 7
+"""
+
+
+def edit(root: Path, *changes: tuple[str, str]) -> None:
+    """Change the exported module by hand."""
+    module = root / "minivllm" / "tree.py"
+    text = module.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, (old, text)
+        text = text.replace(old, new)
+    module.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("one = 1", "one = 2")],
+        [
+            (
+                "return one",
+                "return one + 0\n\n    def two(self) -> int:\n        return 2",
+            )
+        ],
+        [("            one = 1\n".lstrip(), "pass\n        one = 1\n".lstrip())],
+        [("        return len(of)\n", "        n = len(of)\n        return n\n")],
+        [("        return len(of)\n\n", "        return len(of)\n\n    x = 1\n\n")],
+        [("        one = 1\n", ""), ("return one", "return 1")],
+        [("# About `size`.", "# About size,\n    # and more.")],
+        [('"""A tree."""', '"""A tree,\n\nand its size.\n"""')],
+        [
+            ("import heapq\n", "import bisect\nimport heapq\n"),
+            ("= 1", "= bisect.bisect([], 1)"),
+        ],
+        [("    return 7\n", "    return 7\n\n\ndef end() -> int:\n    return 8\n")],
+        [("def last() -> int:\n    return 7\n", "LAST = 7\n")],
+        [("def walk", "def steps"), ("one = 1", "one = 3"), ("return 7", "return 9")],
+    ],
+)
+def test_an_edit_in_the_package_returns_to_its_chapter(
+    tmp_path: Path, changes: list[tuple[str, str]]
+) -> None:
+    """Protects edits made where the debugger stands; export gives the same again."""
+    write(tmp_path, {"01_t.py": SPLIT})
+    book.export(tmp_path)
+    edit(tmp_path, *changes)
+    module = tmp_path / "minivllm" / "tree.py"
+    want = module.read_text(encoding="utf-8").split("\n")[1:]
+    assert book.carry_back(tmp_path) == ["chapters/01_t.py: changed"]
+    assert module.read_text(encoding="utf-8").split("\n")[1:] == want
+    assert book.differences(tmp_path) == []
+    assert book.carry_back(tmp_path) == []
+    chapter = (tmp_path / "chapters" / "01_t.py").read_text(encoding="utf-8")
+    assert chapter.count("# %%") == 4 and "class Tree(Tree):" in chapter
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        [[("Iterator, Sequence", "Sequence, Iterator")], "is not written so, or"],
+        [
+            [
+                (
+                    "return one\n",
+                    "return one\n\n    def two(self) -> int:\n        return 2\n",
+                )
+            ],
+            ":15: cannot be carried back: chapters/01_t.py:11 and chapters/01_t.py:20",
+        ],
+        [[("return one", "return  one")], ":13: cannot be carried back: export would"],
+        [[("return one", "return (one")], "chapters/01_t.py:11: '(' was never closed"],
+        [[("return one", "return ein")], "chapters/01_t.py:11: Undefined name `ein`"],
+        [[("import annotations", "import division")], "a generated line is not"],
+    ],
+)
+def test_an_edit_that_has_no_one_place_is_refused(
+    tmp_path: Path, changes: list[tuple[str, str]], why: str
+) -> None:
+    """Protects from a guess: place and reason are told, and nothing is written."""
+    write(tmp_path, {"01_t.py": SPLIT})
+    book.export(tmp_path)
+    edit(tmp_path, *changes)
+    paths = [tmp_path / "minivllm" / "tree.py", tmp_path / "chapters" / "01_t.py"]
+    before = [path.read_bytes() for path in paths]
+    with pytest.raises(book.BookError) as caught:
+        book.carry_back(tmp_path)
+    assert why in str(caught.value), str(caught.value)
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_an_edit_in_the_package_of_a_chapter_that_changed_too(tmp_path: Path) -> None:
+    """Protects the chapter's newer text from the older one that the package has."""
+    write(tmp_path, {"01_t.py": SPLIT})
+    book.export(tmp_path)
+    edit(tmp_path, ("one = 1", "one = 2"))
+    write(tmp_path, {"01_t.py": SPLIT.replace("return 7", "return 8")})
+    with pytest.raises(book.BookError, match=r"tree\.py:1: .*chapter, was edited too"):
+        book.carry_back(tmp_path)
+
+
+def test_where_goes_both_ways(tmp_path: Path) -> None:
+    """Protects the way from a traceback to the source; generated lines have none."""
+    write(tmp_path, {"01_t.py": SPLIT})
+    done = command(tmp_path, "where", "minivllm/tree.py:17", "chapters/01_t.py:11")
+    assert done.stdout.split() == ["chapters/01_t.py:23", "minivllm/tree.py:13"]
+    done = command(tmp_path, "where", "minivllm/tree.py:1")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "minivllm/tree.py:1: blank, generated or not exported"
+    )
+
+
+def test_an_edit_in_jupyter_returns_to_its_chapter(ran: Path) -> None:
+    """Protects what somebody wrote in Jupyter: code, prose and tags; then it runs."""
+    alter(ran, lambda nb: nb["cells"][0].update(source="# 1. Better\n\nMore."))
+    alter(ran, lambda nb: nb["cells"][4].update(source=["print(2)\n", "\n", "A\n"]))
+    alter(ran, lambda nb: nb["cells"][4]["metadata"].update(tags=["hide"]))
+    assert "run 01 carries that to 01_a.py" in book.stale(ran)[0]
+    chapter, told = ran / "chapters" / "01_a.py", list[str]()
+    book.run(ran, ["01"], report=told.append)
+    assert told[0] == "chapters/01_a.py: got what was edited in its .ipynb"
+    assert book.stale(ran) == [] and outputs(ran, "01_a", 4)[0]["text"] == ["2\n"]
+    text = chapter.read_text(encoding="utf-8")
+    assert text.startswith("# %% [markdown]\n# # 1. Better\n#\n# More.\n\n# %% export")
+    assert text.endswith('\n\n# %% tags=["hide"]\nprint(2)\n\nA\n')
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda nb: nb["cells"].pop(1), "it has cells added, removed or moved"),
+        (lambda nb: nb["cells"].reverse(), "it has cells added, removed or moved"),
+        (lambda nb: nb["cells"][4].update(source="1\n# %%\n2"), "`# %%` inside a cell"),
+        (
+            lambda nb: nb["cells"][2].update(source="print(3)"),
+            "it has cell 01-002 edited, and so",
+        ),
+    ],
+)
+def test_an_edit_in_jupyter_that_has_no_place_is_refused(
+    ran: Path, change: Callable[[Any], object], why: str
+) -> None:
+    """Protects both texts: nothing is written, nothing is run."""
+    chapter = ran / "chapters" / "01_a.py"
+    text = chapter.read_text(encoding="utf-8").replace('print("one"', 'print("eins"')
+    chapter.write_text(text, encoding="utf-8")
+    alter(ran, change)
+    for act in (book.run, book.carry_back):
+        with pytest.raises(book.BookError, match=re.escape(why)) as caught:
+            act(ran)
+        assert "run 01 --force" in str(caught.value)
+    assert chapter.read_text(encoding="utf-8") == text
 
 
 # ---- nbval ---------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The book of this repository: package, notebooks and chapters say the same."""
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import book
@@ -10,11 +12,13 @@ import pytest
 
 ROOT = Path(book.__file__).resolve().parent.parent
 CHAPTERS = book.chapter_paths(ROOT)
+MACHINERY = [*sorted((ROOT / "chapters").glob("[a-z]*.py")), ROOT / "conftest.py"]
 CONTROL_PLANE = [
     *("request", "hashing", "radix", "pages", "prefix_cache", "batch", "drawing"),
     *("scheduler", "engine", "events", "simulation", "publication", "single_flight"),
     *("grouping", "explain"),
 ]
+NOT_CORE = ("server", "metrics", "cluster", "kernels/")  # of the 3,500 lines
 
 pytestmark = pytest.mark.skipif(not CHAPTERS, reason="there are no chapters yet")
 
@@ -30,10 +34,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# ---- Chapters, package, notebooks ----------------------------------------------------
+
+
 def test_the_package_is_what_the_chapters_export() -> None:
-    """Protects "the chapters are the source", and with it the book's order rule."""
-    found = book.differences(ROOT)
-    assert not found, f"{found}\nrun `python chapters/book.py export`"
+    """Protects "the chapters are the source"; each line says what to do."""
+    faults = book.differences(ROOT)
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
@@ -60,11 +67,26 @@ def test_a_stored_notebook_stays_small_and_free_of_this_machine() -> None:
         assert '"image/png"' not in text, f"{path.name}: nbval compares only SVG"
 
 
+# ---- Tools that read the code --------------------------------------------------------
+
+
 @pytest.mark.parametrize("command", ["format --check", "check"])
-def test_the_package_is_clean(command: str) -> None:
-    """Protects "reads like code written by hand": ruff has nothing to say."""
-    done = run("-m", "ruff", *command.split(), "minivllm")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_ruff_has_nothing_to_say(command: str) -> None:
+    """Protects "reads like code written by hand": package, chapters, tests, tools."""
+    done = run("-m", "ruff", *command.split(), ".")
+    remedy = "python -m ruff format . (for minivllm/: mend the chapter, then export it)"
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{remedy}"
+
+
+def test_types() -> None:
+    """Protects the promise of full type hints: package and machinery, strictly."""
+    names = [str(path.relative_to(ROOT)) for path in [*MACHINERY, ROOT / "run.py"]]
+    done = run("-m", "mypy", "--strict", "minivllm", *names)
+    remedy = "python chapters/book.py where FILE:LINE names the chapter's line"
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{remedy}"
+
+
+# ---- House rules ---------------------------------------------------------------------
 
 
 def test_the_control_plane_imports_no_torch_and_no_numpy() -> None:
@@ -79,3 +101,47 @@ for name in {exist}:
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_modules_import_in_the_order_of_the_book() -> None:
+    """Protects the order rule, seen from the package: `export` refuses it before."""
+    modules = book.build_package(ROOT)
+    rank = {name: i for i, name in enumerate(modules)}
+    for name, module in modules.items():
+        for row, other in book.exporter.imported(ast.parse(module.text), modules):
+            spot = f"{module.lines[row - 1].at}: minivllm/{name} imports {other}"
+            assert rank[other] < rank[name], f"{spot}, which begins later"
+
+
+def test_house_rules_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints what exceeds the sizes of the house; taste decides, not this test."""
+    package = sorted((ROOT / "minivllm").rglob("*.py"))
+    texts = {p: p.read_text(encoding="utf-8") for p in [*package, *MACHINERY]}
+    sizes = {p.relative_to(ROOT).as_posix(): t.count("\n") for p, t in texts.items()}
+    inside = {
+        x.removeprefix("minivllm/"): n for x, n in sizes.items() if "minivllm" in x
+    }
+    core = sum(n for x, n in inside.items() if not x.startswith(NOT_CORE))
+    tools = sum(sizes[p.relative_to(ROOT).as_posix()] for p in MACHINERY)
+    long = [spot for path, text in texts.items() for spot in long_functions(path, text)]
+    rows = [
+        f"core {core} lines of 3,500, machinery {tools}; the largest files: "
+        + ", ".join(
+            f"{x} {sizes[x]}" for x in sorted(sizes, key=sizes.__getitem__)[-5:]
+        ),
+        f"{len(long)} functions of more than 15 lines:",
+        *(f"  {n:3} {spot}" for n, spot in sorted(long, reverse=True)),
+    ]
+    with capsys.disabled():
+        print("\nHouse rules:", *rows, sep="\n")
+
+
+def long_functions(path: Path, text: str) -> Iterator[tuple[int, str]]:
+    """Functions of more than 15 lines, without their signature and docstring."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[bool(ast.get_docstring(node)) :] or node.body
+            lines = (node.end_lineno or 0) - body[0].lineno + 1
+            if lines > 15:
+                spot = f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
+                yield lines, f"{spot} {node.name}"

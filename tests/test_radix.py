@@ -278,11 +278,7 @@ def test_hash_hit_is_confirmed_by_tokens_and_parent(monkeypatch):
     """Two pasts with one name must not share: the tokens are compared as well."""
     import minivllm.prefix_cache as module
 
-    monkeypatch.setattr(
-        module,
-        "chain_names",
-        lambda known, data, step, root: [b"x"] * (len(data) // step),
-    )
+    monkeypatch.setattr(module, "page_name", lambda past, page: b"x")
     index = HashIndex(4)
     index.insert_pages([1] * 4, array("i", [0]))
     assert index.match_prefix([2] * 4).matched_len == 0

@@ -243,6 +243,7 @@ def test_missing_venv_module_is_named(
 def ready(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "install_packages", lambda *_: None)
     monkeypatch.setattr(run, "install_model", lambda *_: None)
+    monkeypatch.setattr(run, "fetch_scripts", lambda *_: None)
 
 
 @pytest.mark.parametrize(("command", "extra"), [("test", []), ("test-all", ["-m", ""])])
@@ -262,48 +263,14 @@ def test_pytest_decides_the_exit_code(
     assert seen == [["-m", "pytest", *extra, "-k", "radix"]]
 
 
-NEW = (
-    "# Exported from chapters/03_radix.py. Edit the chapter, not this file.\nnew = 1\n"
-)
-
-
-HEADER = "# Exported from chapters/03_radix.py. Edit the chapter, not this file.\n"
-
-
-def exporting(run: ModuleType, root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package file that the next export replaces, and its chapter."""
-    module = root / "minivllm" / "radix.py"
-    module.write_text(HEADER + "old = 1\n", encoding="utf-8")
-    (root / "chapters" / "03_radix.py").touch()
-
-    def export(*_: object, **__: object) -> tuple[int, list[str]]:
-        module.write_text(HEADER + "new = 1\n", encoding="utf-8")
-        return 0, []
-
-    monkeypatch.setattr(run, "call", export)
-    return module
-
-
 def test_an_edit_in_the_package_is_not_lost(
     run: ModuleType, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module is newer than its chapter: refuse, and leave it as it was."""
-    module = exporting(run, root, monkeypatch)
-    os.utime(root / "chapters" / "03_radix.py", (1, 1))
-    with pytest.raises(run.RunError, match=r"minivllm/radix.py was edited after chap"):
+    """book.py refuses to overwrite it, and its line is the reader's."""
+    said = "minivllm/radix.py:12: edited, chapters/03_radix.py:40 says otherwise: ..."
+    monkeypatch.setattr(run, "call", lambda *_, **__: (2, [said]))
+    with pytest.raises(run.RunError, match=r"^minivllm/radix.py:12: edited"):
         run.export_package(run.Steps(1), root)
-    assert "old" in module.read_text(encoding="utf-8")
-
-
-def test_an_edited_chapter_is_exported(
-    run: ModuleType, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the module's former text is kept, in case somebody misses it."""
-    module = exporting(run, root, monkeypatch)
-    os.utime(module, (1, 1))
-    run.export_package(run.Steps(1), root)
-    assert "new" in module.read_text(encoding="utf-8")
-    assert "old" in (root / "build/replaced/radix.py").read_text(encoding="utf-8")
 
 
 def test_the_site_is_built_when_something_changed(
@@ -364,3 +331,26 @@ def test_a_taken_port_is_named(
     monkeypatch.setattr(run, "build_book", lambda *_: None)
     assert run.main(["site", "--port", "70000"], root) == 2
     assert "choose another with --port" in one_line(capsys)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_scripts_are_fetched_once_or_missed_without_harm(
+    run: ModuleType,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+) -> None:
+    """Without a network the site has no live cells; the next try fetches again."""
+    calls: list[list[str]] = []
+
+    def npm(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        calls.append(command)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(run, "npm_of", lambda _: ["npm"])
+    monkeypatch.setattr(run.subprocess, "run", npm)
+    for _ in range(2):
+        run.fetch_scripts(run.Steps(1), root)
+    assert calls[0][:2] == ["npm", "install"] and len(calls) == 1 + code
+    assert ("live cells will not run" in capsys.readouterr().out) == bool(code)

@@ -54,6 +54,9 @@ raise ValueError("counted twice")
 # %% tags=["solution"]
 print("```", count([1, 2]))
 
+# %%
+assert count([1, 2]) == 2
+
 # %% tags=["hide"]
 print("never shown")
 '''

@@ -1,0 +1,84 @@
+# Exported from chapters/14_llm.py (ace8732b): edit the chapter.
+"""Every choice that the engine offers, by name, documented once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from minivllm.engine import PublishAtFinish, PublishEachStep, Publisher
+from minivllm.prefix_cache import INDEXES
+from minivllm.radix import EVICTION
+from minivllm.scheduler import ADMISSIONS
+
+PUBLISHERS: dict[str, type[Publisher]] = {
+    "step": PublishEachStep,
+    "finish": PublishAtFinish,
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "index": tuple(INDEXES),
+    "publish": tuple(PUBLISHERS),
+    "single_flight": ("none",),
+    "grouping": ("arrival",),
+    "admission": ADMISSIONS,
+    "eviction": tuple(EVICTION),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+
+
+def option(default: Any, words: str) -> Any:
+    """A field with a default and a help text."""
+    return field(default=default, metadata={"help": words})
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Every choice of the engine. `ValueError` for a value that does not exist."""
+
+    index: str = option("radix", "How a prefix is found.")
+    publish: str = option("step", "When a page becomes visible to others.")
+    single_flight: str = option("none", "Who waits for an identical prompt.")
+    grouping: str = option("arrival", "Who rides in one batch.")
+    admission: str = option("optimistic", "What must fit before a request runs.")
+    eviction: str = option("lru", "Which unused page goes first.")
+    page_size: int = option(16, "Tokens in a page.")
+    num_pages: int | None = option(None, "Pages of K/V memory; none: what fits.")
+    max_running: int = option(64, "Requests in a step, at most.")
+    max_batch_tokens: int = option(2048, "New tokens in a step, at most.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
+    dtype: str = option("auto", "Number format of weights and K/V.")
+    seed: int = option(0, "Seed for requests that give none.")
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                offered = ", ".join(choices)
+                raise ValueError(f"{name} must be one of {offered}, not {value!r}")
+        for name in ("page_size", "num_pages", "max_running", "max_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+
+
+VLLM_NAMES = {  # what vLLM's users type -> what it is called here
+    "block_size": "page_size",
+    "max_num_seqs": "max_running",
+    "max_num_batched_tokens": "max_batch_tokens",
+}
+
+
+def read_options(given: Mapping[str, Any]) -> EngineOptions:
+    """Options by our names or vLLM's; `ValueError` for unknown or double ones."""
+    options = dict(given)
+    if options.pop("enable_prefix_caching", True) is False:
+        options["index"] = "none"
+    for theirs, ours in VLLM_NAMES.items():
+        if theirs in options:
+            if ours in options:
+                raise ValueError(f"{theirs} and {ours} are the same option: give one")
+            options[ours] = options.pop(theirs)
+    known = {each.name for each in fields(EngineOptions)}
+    if unknown := sorted(set(options) - known):
+        offered = ", ".join(sorted(known))
+        raise ValueError(f"unknown option {unknown[0]!r} (known: {offered})")
+    return EngineOptions(**options)
