@@ -82,12 +82,16 @@ from minivllm.drawing import draw_rows, rows_of_steps
 rows = rows_of_steps(event.details["chunks"] for event in log.of("schedule"))
 one, two, three = rows.values()
 begins, ends = three[0][0], three[-1][0] + three[-1][1]
-cache = [(0, begins, "free", "empty"), (begins, ends - begins, "pinned", "480 tokens")]
+cache = [
+    (0, begins, "free", "empty"),
+    (begins, ends - begins, "published", f"{third.num_cached_tokens} tokens"),
+]
 draw_rows(
     [("first", one), ("second", two), ("third", three), ("in the cache", cache)],
     caption="Steps of the run above, from left to right; a step is as wide as its work. "
-    "Orange: prompt tokens are computed, 493 and 493 in the same step. Green: output tokens. "
-    "The cache stays empty until the first two have finished; the third computes 13 tokens.",
+    "With a number: that many prompt tokens are computed. 'decodes': one output token a step. "
+    "The cache stays empty until the first two have finished, so both compute everything; the "
+    "third finds pages (green) and computes the rest.",
 )
 
 # %% [markdown]

@@ -115,9 +115,9 @@ print(f"{without_cache:,} against {with_cache}: {without_cache / with_cache:.0f}
 # %% tags=["hide-input"]
 from minivllm.drawing import draw_rows
 
-steps = [[(0, 6, "private", "6 new")]]
+steps = [[(0, 6, "computed", "6 new")]]
 steps += [
-    [(0, 6 + i, "pinned", f"{6 + i} kept"), (6 + i, 1, "private", "1")]
+    [(0, 6 + i, "plain", f"{6 + i} kept"), (6 + i, 1, "computed", "1")]
     for i in range(4)
 ]
 draw_rows(
@@ -170,8 +170,9 @@ its owner: pages with the prefix cache, queues with the scheduler.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 TokenIds = Sequence[int]  # any sequence of ints, or an encoded array("i")
 ExtraKey = str | bytes | int | tuple[object, ...] | None
@@ -185,6 +186,8 @@ def encode_ids(token_ids: TokenIds) -> "array[int]":
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
+    if isinstance(token_ids, str | bytes | bytearray):
+        raise ValueError(f"token ids must be integers, not {type(token_ids).__name__}")
     try:
         return array("i", token_ids)
     except (TypeError, OverflowError) as error:
@@ -223,12 +226,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for holds, rule in self._rules():
-            if not holds:
-                raise ValueError(f"SamplingParams: {rule}")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name, given in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            if given is not None and not isinstance(given, Iterable):
+                raise ValueError(
+                    f"SamplingParams: {name} must be a list, not {given!r}"
+                )
+            object.__setattr__(self, name, () if given is None else tuple(given))
+        try:
+            broken = [rule for holds, rule in self._rules() if not holds]
+        except TypeError as error:
+            broken = [str(error)]
+        if broken:
+            raise ValueError(f"SamplingParams: {broken[0]}")
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
@@ -247,7 +257,7 @@ class SamplingParams:
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}"),
             (
-                self.seed is None or _is_int(self.seed, None),
+                self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
                 f"seed must be a whole number, not {self.seed!r}",
             ),
             (
@@ -261,10 +271,14 @@ class SamplingParams:
         ]
 
 
-def _is_int(value: object, least: int | None) -> bool:
-    if not isinstance(value, int) or isinstance(value, bool):
+SEEDS = 2**64  # seeds lie between minus and plus this
+
+
+def _is_int(value: object, least: int, most: int = SEEDS) -> bool:
+    """A whole number of any kind (NumPy's too), within bounds."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
         return False
-    return least is None or value >= least
+    return least <= int(value) <= most
 
 
 # %%
@@ -276,11 +290,24 @@ except ValueError as error:
 # %% [markdown]
 # The request itself. `extra_key` is for the day when equal tokens must *not* share: two
 # tenants who should not learn from each other's timing, two adapters of one model, two
-# images behind one placeholder token. `priority` and `arrival` together decide the
+# images behind one placeholder token. It may be text, bytes, an int, or a tuple of these:
+# values that are equal, and written, in one way only. `priority` and `arrival` together decide the
 # order of service: smaller first, and among equals who came first.
 
 
 # %% export="request.py"
+def check_extra_key(key: ExtraKey) -> None:
+    """Raise `ValueError` unless a key is text, bytes, an int or a tuple of these."""
+    for part in key if isinstance(key, tuple) else (key,):
+        if isinstance(part, tuple):
+            check_extra_key(part)
+        elif part is not None and type(part) not in (str, bytes, int):
+            kind = type(part).__name__
+            raise ValueError(
+                f"extra_key must be text, bytes, ints or a tuple, not {kind}"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One prompt to continue. `arrival` numbers requests in the order they came."""
@@ -396,13 +423,15 @@ assert (forwards, held_bytes) == (1049, 1049 * 12_288)
 # The pictures of this book are drawn by the chapters' own code, from the runs that you
 # see. Two shapes are enough: rows of cells (page tables, hash chains, schedules over
 # time) and trees. A cell's colour says which state a page is in, and it is the same
-# colour in every chapter. This is the whole of it; skip it freely.
+# colour in every chapter (chapter 4 explains the states). Two more colours show work: prompt
+# tokens being computed, and output tokens being decoded. Skip this section freely.
 
 # %% export="drawing.py"
 """Small SVG pictures from runs: rows of cells, trees, and steps through them.
 
-One colour per page state, given as CSS variables with a fallback, so that the site's
-light and dark themes can set them and a notebook elsewhere still shows them.
+One colour per page state and per kind of work, given as CSS variables with a fallback,
+so that the site's light and dark themes can set them and a notebook elsewhere still
+shows them.
 """
 
 import textwrap
@@ -410,13 +439,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-COLOURS = {  # page state -> colour where no theme sets the variable
+PAGE_STATES = ("free", "private", "announced", "published", "pinned", "lost")
+COLOURS = {  # what a cell shows -> its colour where no theme sets the variable
     "free": "#e3e6ea",
     "private": "#f6c667",
     "announced": "#d9b8f0",
     "published": "#9fd8ae",
     "pinned": "#8fc1f0",
     "lost": "#f2a59b",
+    "computed": "#8b97c9",  # work, not a page: the tokens of a prompt
+    "decoded": "#ccd3ec",  # one output token a step
+    "plain": "#eeebe4",
 }
 CHAR = 6.7  # the width of a character at size 12, in pixels
 
@@ -448,7 +481,7 @@ class Picture:
     def box(
         self, x: float, y: float, w: float, h: float, state: str, words: str = ""
     ) -> None:
-        """Draw a cell in the colour of a page state, with dark words inside."""
+        """Draw a cell in one of the `COLOURS`, with words inside."""
         colour = f"var(--page-{state}, {COLOURS[state]})"
         self.shapes.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" '
@@ -515,22 +548,22 @@ Step = Sequence[tuple[str, int, int]]  # chunks: request id, first position, tok
 def rows_of_steps(steps: Iterable[Step]) -> dict[str, list[Cell]]:
     """What each request computed, step by step, as cells for `draw_rows`.
 
-    A step is 1 wide, and 1 more for every 16 tokens of its largest chunk. Prompt
+    A step is 1 wide, and 1 more for every 32 tokens computed in it. Prompt
     chunks become cells with their size; decode steps in a row join into one cell.
     """
     rows: dict[str, list[Cell]] = {}
     now = 0.0
     for step in steps:
-        width = 1 + max((size for _, _, size in step), default=0) / 16
+        width = 1 + sum(size for _, _, size in step) / 32
         for request_id, _, size in step:
             row = rows.setdefault(request_id, [])
             last = row[-1] if row else (0.0, 0.0, "", "")
-            if size == 1 and last[2] == "published" and last[0] + last[1] == now:
-                row[-1] = (last[0], last[1] + width, "published", "decodes")
+            if size == 1 and last[2] == "decoded" and last[0] + last[1] == now:
+                row[-1] = (last[0], last[1] + width, "decoded", "decodes")
             elif size == 1:
-                row.append((now, width, "published", ""))
+                row.append((now, width, "decoded", ""))
             else:
-                row.append((now, width, "private", str(size)))
+                row.append((now, width, "computed", str(size)))
         now += width
     return rows
 
@@ -541,7 +574,7 @@ class Branch:
     """A node of a tree picture: lines of words, a page state, children."""
 
     words: str
-    state: str = "published"
+    state: str = "plain"
     children: Sequence["Branch"] = ()
 
 
@@ -625,8 +658,11 @@ class Steps:
 
 # %%
 draw_rows(
-    [("page states", [(i, 1, state, state) for i, state in enumerate(COLOURS)])],
+    [
+        ("page states", [(i, 1, each, each) for i, each in enumerate(PAGE_STATES)]),
+        ("work", [(0, 1, "computed", "computed"), (1, 1, "decoded", "decoded")]),
+    ],
     unit=84,
-    caption="The colours of the page states, in every picture of the book. "
-    "'lost' marks what could have been reused and was not.",
+    caption="The colours of the page states, and of the two kinds of work, in every picture "
+    "of the book. 'lost' marks what could have been reused and was not.",
 )

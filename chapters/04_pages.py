@@ -70,19 +70,27 @@ class PagePool:
             raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens")
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: page 0 goes first
+        self._returned: list[int] = []  # the last to come back goes out first
+        self._num_touched = 0  # pages from here on were never handed out
         self._is_out = bytearray(num_pages)
 
     @property
     def num_free(self) -> int:
         """Pages that can be allocated now."""
-        return len(self._free)
+        return len(self._returned) + self.num_pages - self._num_touched
 
     def allocate(self, num_pages: int) -> list[int]:
         """Hand out pages, all or none. Raises `OutOfPages`."""
-        if num_pages > len(self._free):
-            raise OutOfPages(f"{num_pages} pages asked for, {len(self._free)} free")
-        pages = [self._free.pop() for _ in range(num_pages)]
+        if num_pages < 0:
+            raise ValueError(f"{num_pages} pages asked for")
+        if num_pages > self.num_free:
+            raise OutOfPages(f"{num_pages} pages asked for, {self.num_free} free")
+        pages = [
+            self._returned.pop() for _ in range(min(num_pages, len(self._returned)))
+        ]
+        fresh = self._num_touched + num_pages - len(pages)
+        pages += range(self._num_touched, fresh)
+        self._num_touched = fresh
         for page in pages:
             self._is_out[page] = 1
         return pages
@@ -103,7 +111,7 @@ class PagePool(PagePool):
             raise ValueError(f"a page appears twice in {list(pages)}")
         for page in pages:
             self._is_out[page] = 0
-        self._free.extend(pages)
+        self._returned.extend(reversed(pages))
 
 
 # %%

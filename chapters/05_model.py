@@ -275,6 +275,24 @@ class ModelConfig:
     qk_norm: bool = False
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
+            self._check(name, int)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "max_context"):
+            self._check(name, int)
+        for name in ("rope_theta", "norm_eps"):
+            self._check(name, float)
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            shape = f"{self.num_heads}, {self.num_kv_heads}, {self.head_dim}"
+            raise ValueError(f"heads, K/V heads and head_dim do not fit: {shape}")
+
+    def _check(self, name: str, kind: type[int] | type[float]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
+            raise ValueError(
+                f"{name} must be a positive {kind.__name__}, not {value!r}"
+            )
+
     def kv_bytes_per_token(self, bytes_each: int) -> int:
         """A key and a value for each K/V head in each layer."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_each
@@ -519,6 +537,8 @@ class ModelRunner(ModelRunner):
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
+        if logits.isnan().any():
+            raise FloatingPointError("the model's logits are not numbers")
         wanted = [chunk for chunk in chunks if chunk.samples]
         tokens = iter(self.sampler(logits, wanted) if wanted else [])
         return [next(tokens) if chunk.samples else None for chunk in chunks]

@@ -45,6 +45,7 @@ raises `LoadError`, by name: nothing is skipped in silence.
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,21 @@ class LoadError(ValueError):
     """A model cannot be loaded. The message names the cause and what to do."""
 
 
-def find_model(name: str) -> Path:
+@contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Whatever a broken file makes of a parser becomes one line that names the file."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise LoadError(f"{source} cannot be read as a model: {what}") from error
+
+
+def find_model(name: str | Path) -> Path:
     """Resolve `smollm2`, a folder, a GGUF file or a hub id to a local path."""
+    name = str(name)
     if name == DEFAULT_MODEL:
         return _packaged_model()
     path = Path(name).expanduser()
@@ -111,11 +125,11 @@ def _packaged_model() -> Path:
 def _hub_model(name: str) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub has a dozen kinds: none of them matters here
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise LoadError(
             f"no folder {name}, and the hub did not give a model of that name: {reason}"
         ) from None
@@ -156,8 +170,7 @@ def read_config(folder: Path) -> ModelConfig:
         num_layers=raw["num_hidden_layers"],
         num_heads=raw["num_attention_heads"],
         num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim")
-        or raw["hidden_size"] // raw["num_attention_heads"],
+        head_dim=raw.get("head_dim") or _default_head_dim(raw),
         max_context=raw.get("max_position_embeddings", 2048),
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
         rope_scaling=_rope_scaling(folder, raw),
@@ -167,6 +180,11 @@ def read_config(folder: Path) -> ModelConfig:
         qk_norm=family == "qwen3",
         eos_token_ids=_eos_ids(folder, raw),
     )
+
+
+def _default_head_dim(raw: dict[str, Any]) -> int:
+    shared = int(raw["hidden_size"]) // int(raw["num_attention_heads"])
+    return 128 if raw["model_type"] == "qwen3" else shared
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -198,7 +216,7 @@ def _refuse(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return None
@@ -317,10 +335,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with reading(path):
             self._reader = PlainReader(str(path))
-        except Exception as error:  # whatever a broken file makes of the parser
-            raise LoadError(f"{path} is not a readable GGUF file: {error}") from None
         self.family = str(self.get("general.architecture"))
         if self.family not in FAMILIES:
             known = ", ".join(FAMILIES)
@@ -347,10 +363,8 @@ class GGUFFile:
 class GGUFFile(GGUFFile):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
-        heads, kv_heads = (
-            self.get(".attention.head_count"),
-            self.get(".attention.head_count_kv"),
-        )
+        heads = self.get(".attention.head_count")
+        kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
             name = self._decoder_name(packed.name)
             tensor = torch.from_numpy(
@@ -389,6 +403,21 @@ print([int(i) for i in _unpermute(rows, 1).flatten()])
 
 
 # %% export="loader.py"
+def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
+    """Refuse what would change the numbers and is not handled."""
+    reasons = {
+        "rope scaling": file.get(".rope.scaling.type", "none") != "none"
+        or file.get(".rope.scale_linear", 1.0) != 1.0
+        or file.has_tensor("rope_freqs.weight"),
+        "a partial rotation": file.get(".rope.dimension_count", head_dim) != head_dim,
+        "a sliding window": file.get(".attention.sliding_window", 0),
+        "a mixture of experts": file.get(".expert_count", 0),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise LoadError(f"{file.path}: {reason} in GGUF files is not supported yet")
+
+
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
     if file.get(".rope.scaling.type", "none") != "none" or file.has_tensor(
@@ -396,6 +425,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     ):
         raise LoadError(f"{file.path}: rope scaling in GGUF files is not supported yet")
     heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
+    head_dim = file.get(".attention.key_length", hidden // heads)
+    refuse_gguf(file, head_dim)
     eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
         vocab_size=len(file.strings("tokenizer.ggml.tokens")),
@@ -404,7 +435,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         num_layers=file.get(".block_count"),
         num_heads=heads,
         num_kv_heads=file.get(".attention.head_count_kv", heads),
-        head_dim=file.get(".attention.key_length", hidden // heads),
+        head_dim=head_dim,
         max_context=file.get(".context_length"),
         rope_theta=file.get(".rope.freq_base", 10_000.0),
         norm_eps=file.get(".attention.layer_norm_rms_epsilon"),
@@ -428,9 +459,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 Checkpoint = Path | GGUFFile  # a Hugging Face folder, or an open GGUF file
 
 
-def open_checkpoint(name: str) -> Checkpoint:
+def open_checkpoint(name: str | Path) -> Checkpoint:
     """Find a model by name and, if it is one file, read its table of contents."""
-    path = find_model(name)
+    with reading(name):
+        path = find_model(name)
     return GGUFFile(path) if path.suffix == ".gguf" else path
 
 
@@ -439,10 +471,12 @@ def load_model(
 ) -> Decoder:
     """Load a model onto a device, in a number format. Raises `LoadError`."""
     if isinstance(checkpoint, GGUFFile):
-        config, tensors = gguf_config(checkpoint), checkpoint.tensors()
-        return build(config, tensors, device, dtype, checkpoint.path)
-    config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-    return build(config, tensors, device, dtype, checkpoint)
+        with reading(checkpoint.path):
+            config, tensors = gguf_config(checkpoint), checkpoint.tensors()
+            return build(config, tensors, device, dtype, checkpoint.path)
+    with reading(checkpoint):
+        config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
+        return build(config, tensors, device, dtype, checkpoint)
 
 
 # %% [markdown]
@@ -506,14 +540,17 @@ def _put(model: Decoder, name: str, tensor: Tensor) -> None:
 # %% export="tokenizer.py"
 """Text to token ids and back."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
 
 from minivllm.request import SamplingParams
 
+CONTROL, USER_DEFINED = 3, 4  # values of GGUF's `tokenizer.ggml.token_type`
 GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 PRE_TOKENIZERS = {  # how GGUF's `tokenizer.ggml.pre` cuts text before merging
     "gpt-2": GPT2_SPLIT,
@@ -527,16 +564,45 @@ PRE_TOKENIZERS = {  # how GGUF's `tokenizer.ggml.pre` cuts text before merging
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The tokenizer of a model folder or GGUF file; None for a folder that has none."""
     if isinstance(checkpoint, GGUFFile):
-        return gguf_tokenizer(checkpoint)
-    if (checkpoint / "tokenizer.json").is_file():
-        return Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    older = ("tokenizer.model", "vocab.json")
-    if any((checkpoint / name).is_file() for name in older):
+        with reading(checkpoint.path):
+            return gguf_tokenizer(checkpoint)
+    with reading(f"{checkpoint}/tokenizer"):
+        tokenizer = _folder_tokenizer(checkpoint)
+    if tokenizer is not None:  # a file may have kept the settings of its training
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
+
+
+def _folder_tokenizer(folder: Path) -> Tokenizer | None:
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
         from transformers import AutoTokenizer  # knows how to convert the older formats
 
-        converted = AutoTokenizer.from_pretrained(str(checkpoint)).backend_tokenizer
+        converted = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
         return cast(Tokenizer, converted)
     return None
+
+
+# %% [markdown]
+# The tokenizer's own settings may name a third end token, beside those of the two config files.
+
+
+# %% export="tokenizer.py"
+def tokenizer_ends(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    """The end token of tokenizer_config.json, as an id, if there is one."""
+    if isinstance(checkpoint, GGUFFile) or tokenizer is None:
+        return frozenset()
+    settings = checkpoint / "tokenizer_config.json"
+    with reading(settings):
+        name = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+        name = name.get("eos_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        found = tokenizer.token_to_id(name) if name else None
+    return frozenset() if found is None else frozenset([found])
 
 
 # %% [markdown]
@@ -562,10 +628,16 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
     kinds = file.get("tokenizer.ggml.token_type")
-    control = [word for word, kind in zip(words, kinds, strict=True) if kind == 3]
-    tokenizer.add_special_tokens(
-        [AddedToken(word, normalized=False) for word in control]
-    )
+    for word, kind in zip(words, kinds, strict=True):
+        token = AddedToken(word, normalized=False, special=kind == CONTROL)
+        if kind == CONTROL:
+            tokenizer.add_special_tokens([token])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([token])
+    if file.get("tokenizer.ggml.add_bos_token", False):
+        begin = words[file.get("tokenizer.ggml.bos_token_id")]
+        ids = [(begin, tokenizer.token_to_id(begin))]
+        tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
     return tokenizer
 
 
@@ -578,29 +650,43 @@ print(tokenizer.encode("in 1789").tokens)
 
 # %% [markdown]
 # Back to text is harder than it looks, because tokens are pieces of *bytes*. An emoji is
-# four bytes and may be [three](#emoji) tokens; after the first, there is no text yet. A stream that
-# printed at once would show a replacement character, and keep it.
+# four bytes and may be [three](#emoji) tokens; after the first, there is no text yet. A stream
+# that printed at once would show a replacement character, and keep it.
 
 # %% name="emoji"
 emoji = tokenizer.encode("😀").ids
-stream = DecodeStream(skip_special_tokens=True)
-print(len(emoji), "tokens:", [stream.step(tokenizer, i) for i in emoji])
+print(
+    len(emoji), "tokens:", [tokenizer.decode(emoji[: n + 1]) for n in range(len(emoji))]
+)
 
 # %% [markdown]
-# A *writer* collects the tokens of one request and says when a stop string has appeared.
-# The stop string may begin in one token and end in another, so the writer looks at the
-# text, not at tokens; and of the text, only at the end that is new.
+# So decode a short window of tokens at the end, with and without the new one, and take what the
+# new one added, unless it ends in a replacement character: then wait for the next. The window
+# begins with the last tokens of the *prompt*, since some tokenizers write a word's space only
+# when another word comes before it. (The method is vLLM's.)
+#
+# A *writer* does this for one request, and says when a stop string has appeared. The stop
+# string may begin in one token and end in another, so the writer looks at the text, not at
+# tokens; and of the text, only at the end that is new.
 
 
 # %% export="tokenizer.py"
+WINDOW = 6  # tokens of context for the next one
+INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a character yet
+
+
 class TextWriter:
     """The text of one request, token by token, up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops: Sequence[str] = tuple(params.stop or ())
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+        self._ids = list(
+            prompt_ids[-WINDOW:]
+        )  # the window, and what is not written yet
+        self._num_written = len(self._ids)
         self._text = ""
         self._stopped = False
 
@@ -609,24 +695,41 @@ class TextWriter:
         if self._stopped:
             return True
         self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id) or ""
+        piece = self._unwritten()
+        if piece.endswith(INCOMPLETE):
+            return False
+        if piece:
+            self._ids = self._ids[-WINDOW - 1 :]
+            self._num_written = len(self._ids)
+        self._write(piece)
+        return self._stopped
+
+    def _unwritten(self) -> str:
+        """What the tokens say that are not written yet."""
+        before = self._decode(self._ids[: self._num_written])
+        return self._decode(self._ids)[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _write(self, piece: str) -> None:
         seen = len(self._text)
         self._text += piece
         for stop in self._stops:
             at = self._text.find(stop, max(0, seen - len(stop) + 1))
             if at >= 0:
                 self._text, self._stopped = self._text[:at], True
-        return self._stopped
 
     def text(self, finished: bool) -> str:
         """The text so far; when finished, with what an incomplete end decodes to."""
         if self._stopped or not finished:
             return self._text
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._text + self._unwritten()
 
 
 # %%
-writer = TextWriter(tokenizer, SamplingParams(stop=["is, of"]))
+writer = TextWriter(tokenizer, ids, SamplingParams(stop=["is, of"]))
 for i in tokenizer.encode("Paris is, of course, large").ids:
     print(repr(tokenizer.decode([i])), end=" ")
     if writer.push(i):
@@ -654,6 +757,7 @@ print("->", repr(writer.text(finished=True)))
 # %% export="sampling.py"
 """From logits to token ids."""
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -698,22 +802,28 @@ class Sampler:
 
 
 # %% [markdown]
-# Which tokens may be drawn at all? Sort them, likeliest first. `top_p` keeps a token if those
-# before it have not yet reached that much probability; `min_p` keeps those at least that
-# many times as likely as the likeliest; `top_k` counts.
+# Which tokens may be drawn at all? `min_p` keeps those at least that many times as likely as
+# the likeliest. `top_k` keeps the k likeliest of these. `top_p` takes what is left, likeliest
+# first, and keeps a token as long as those before it have not reached that much probability.
+# The order matters (it is vLLM's), and only the last of the three has to sort.
 
 
 # %% export="sampling.py"
 def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Scaled logits [vocab], with -inf where top_k, top_p or min_p cut a token off."""
-    scaled, order = (logits / params.temperature).sort(descending=True)
-    probs = torch.softmax(scaled, dim=-1)
-    before = probs.cumsum(-1) - probs  # the mass of the tokens that are likelier
-    keep = (before < params.top_p) & (probs >= params.min_p * probs[0])
-    if params.top_k > 0:
-        keep[params.top_k :] = False
-    kept = scaled.masked_fill(~keep, float("-inf"))
-    return torch.empty_like(kept).scatter_(0, order, kept)
+    """Scaled logits [vocab], with -inf for what min_p, top_k and top_p cut off."""
+    scaled = logits / params.temperature
+    if params.min_p > 0:
+        bound = scaled.max() + math.log(params.min_p)
+        scaled = scaled.masked_fill(scaled < bound, -math.inf)
+    if 0 < params.top_k < len(scaled):
+        bound = scaled.topk(params.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < bound, -math.inf)
+    if params.top_p < 1:
+        ordered, order = scaled.sort(descending=True)
+        probs = torch.softmax(ordered, dim=-1)
+        late = probs.cumsum(-1) - probs >= params.top_p  # enough mass came before
+        scaled = scaled.index_fill(0, order[late], -math.inf)
+    return scaled
 
 
 # %%
@@ -801,7 +911,7 @@ cells = [
     (
         edges[i],
         edges[i + 1] - edges[i],
-        "pinned" if i < len(ids) else "private",
+        "plain" if i < len(ids) else "decoded",
         piece.strip() or "·",
     )
     for i, piece in enumerate(pieces)
@@ -813,7 +923,7 @@ numbers = [
 draw_rows(
     [("text", cells), ("ids", numbers)],
     unit=8.4,
-    caption="The prompt's five tokens (blue) and the tokens that the model added (orange). The "
+    caption="The prompt's five tokens, and in colour those that the model added. The "
     "engine sees the second row only.",
 )
 

@@ -125,10 +125,12 @@ class Counters:
 # %% [markdown]
 # ## A step is planned
 #
-# The step has a budget: at most `max_batch_tokens` new tokens, so that one long prompt
-# cannot make everybody wait for seconds. Running requests are served first, in order. A
-# prompt that is longer than the budget is cut: this is *chunked prefill*, and it falls
-# out of the rule "serve as many pending tokens as the budget allows".
+# The step has a budget: at most `max_batch_tokens` new tokens, so that a long prompt cannot
+# hold up those who decode for longer than such a step takes. Running requests are served
+# first, in order. A prompt that is longer than the budget is cut: this is *chunked prefill*,
+# and it falls out of the rule "serve as many pending tokens as the budget allows". Those who
+# come *behind* a long prompt wait for it, though; and a running request is never sent away
+# for a more important one that waits.
 
 # %% export="scheduler.py"
 ADMISSIONS = ("optimistic", "reserve")
@@ -413,6 +415,7 @@ from minivllm.request import (
     RequestOutput,
     SamplingParams,
     TokenIds,
+    check_extra_key,
     encode_ids,
 )
 
@@ -564,7 +567,6 @@ class Progress:
     state: RequestState
     writer: Writer
     metrics: RequestMetrics
-    prompt_ids: list[int]
     held: bool = False
     finish_reason: str | None = None
 
@@ -587,7 +589,7 @@ class Engine:
         publisher: Publisher | None = None,
         coordinator: Coordinator | None = None,
         clock: Clock | None = None,
-        writers: Callable[[SamplingParams], Writer] | None = None,
+        writers: Callable[[TokenIds, SamplingParams], Writer] | None = None,
         observer: Observer = ignore,
     ) -> None:
         self.runner = runner
@@ -596,7 +598,7 @@ class Engine:
         self.publisher = publisher or PublishEachStep()
         self.coordinator = coordinator or Independent()
         self.clock = clock or WallClock()
-        self.writers = writers or (lambda params: NoText())
+        self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
         self._live: dict[str, Progress] = {}
         self._num_submitted = 0
@@ -620,7 +622,12 @@ class Engine(Engine):
                 f"the prompt has {size} tokens and the model's context {context}: "
                 "no room for an output token"
             )
-        max_output = min(params.max_tokens or context, context - size)
+        if params.max_tokens is None:  # as far as context and pool reach
+            pool = self.scheduler.cache.pool
+            room = max(1, pool.num_pages * pool.page_size - size + 1)
+            max_output = min(context - size, room)
+        else:
+            max_output = min(params.max_tokens, context - size)
         self._check_footprint(size + max_output - 1)
         return max_output
 
@@ -657,17 +664,22 @@ class Engine(Engine):
         priority: int = 0,
     ) -> str:
         """Queue a prompt; return its request id. `ValueError` names a fault."""
-        ids, params = encode_ids(token_ids), params or SamplingParams()
+        ids, params = (
+            encode_ids(token_ids)[:],
+            params or SamplingParams(),
+        )  # our own copy
         max_output = self.check(ids, params)
+        check_extra_key(extra_key)
+        if type(priority) is not int:
+            raise ValueError(f"priority must be a whole number, not {priority!r}")
         request_id, now = str(self._num_submitted), self.clock.now()
-        self._num_submitted += 1
-        request = Request(
-            request_id, ids, params, extra_key, priority, self._num_submitted, now
-        )
+        number = self._num_submitted
+        request = Request(request_id, ids, params, extra_key, priority, number, now)
         state = RequestState(request, ids[:], max_output)
-        progress = Progress(state, self.writers(params), RequestMetrics(now), list(ids))
-        self._live[request_id] = progress
+        progress = Progress(state, self.writers(ids, params), RequestMetrics(now))
         progress.held = self.coordinator.admit(request_id, ids, extra_key) == "follower"
+        self._live[request_id] = progress
+        self._num_submitted += 1
         if not progress.held:
             self.scheduler.add(state)
         self.observer("submit", request_id=request_id, held=progress.held)
@@ -732,14 +744,22 @@ class Engine(Engine):
             progress.metrics = replace(progress.metrics, first_token_s=now)
         params = state.request.params
         ends = frozenset() if params.ignore_eos else self.limits.eos_token_ids
-        if (
-            progress.writer.push(token)
-            or token in ends
-            or token in (params.stop_token_ids or ())
-        ):
+        if self._push(progress, token):
+            pass  # the writer decided
+        elif token in ends or token in (params.stop_token_ids or ()):
             progress.finish_reason = "stop"
         elif state.num_output >= state.max_output:
             progress.finish_reason = "length"
+
+    def _push(self, progress: Progress, token: int) -> bool:
+        """Feed the writer; one that breaks ends its own request and no other."""
+        try:
+            if progress.writer.push(token):
+                progress.finish_reason = "stop"
+        except Exception:
+            logger.exception("the text of a request cannot be written; it ends")
+            progress.finish_reason = "error"
+        return progress.finish_reason is not None
 
 
 # %% [markdown]
@@ -807,12 +827,12 @@ class Engine(Engine):
         completion = CompletionOutput(
             0,
             progress.writer.text(finished),
-            list(state.tokens[len(progress.prompt_ids) :]),
+            list(state.tokens[len(state.request.prompt_token_ids) :]),
             progress.finish_reason,
         )
         return RequestOutput(
             state.request.request_id,
-            progress.prompt_ids,
+            list(state.request.prompt_token_ids),
             state.num_cached_tokens or 0,
             [completion],
             finished,

@@ -50,6 +50,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+
 def option(default: Any, words: str) -> Any:
     """A field with a default and a help text."""
     return field(default=default, metadata={"help": words})
@@ -84,6 +87,11 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+        if type(self.seed) is not int:
+            raise ValueError(f"seed must be a whole number, not {self.seed!r}")
+        if str(self.device).split(":")[0] not in DEVICES:
+            offered = ", ".join(DEVICES)
+            raise ValueError(f"device must be one of {offered}, not {self.device!r}")
 
 
 # %% [markdown]
@@ -101,8 +109,12 @@ VLLM_NAMES = {  # what vLLM's users type -> what it is called here
 def read_options(given: Mapping[str, Any]) -> EngineOptions:
     """Options by our names or vLLM's; `ValueError` for unknown or double ones."""
     options = dict(given)
-    if options.pop("enable_prefix_caching", True) is False:
-        options["index"] = "none"
+    if (caching := options.pop("enable_prefix_caching", True)) not in (True, False):
+        raise ValueError(
+            f"enable_prefix_caching must be True or False, not {caching!r}"
+        )
+    if not caching and options.setdefault("index", "none") != "none":
+        raise ValueError("enable_prefix_caching=False and an index: give one")
     for theirs, ours in VLLM_NAMES.items():
         if theirs in options:
             if ours in options:
@@ -139,8 +151,9 @@ for attempt in (
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -155,7 +168,7 @@ from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.sampling import Sampler
 from minivllm.scheduler import Scheduler
-from minivllm.tokenizer import TextWriter, load_tokenizer
+from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
 
 
 def choose_device(name: str) -> torch.device:
@@ -227,9 +240,11 @@ class LLM:
         decoder = load_model(checkpoint, device, dtype)
         self.config = config = decoder.config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
+        ends = config.eos_token_ids | tokenizer_ends(checkpoint, self.tokenizer)
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
+        runner = self._runner(decoder, num_pages)
         cache = PrefixCache(
             num_pages, chosen.page_size, chosen.index, chosen.eviction, observer
         )
@@ -241,9 +256,9 @@ class LLM:
             observer=observer,
         )
         self.engine = Engine(
-            self._runner(decoder, num_pages),
+            runner,
             scheduler,
-            Limits(config.vocab_size, config.max_context, config.eos_token_ids),
+            Limits(config.vocab_size, config.max_context, ends),
             publisher=PUBLISHERS[chosen.publish](),
             writers=self._writer,
             observer=observer,
@@ -253,14 +268,16 @@ class LLM:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
             return ModelRunner(decoder, num_pages, size, sampler)
-        except RuntimeError as error:  # PyTorch's way to say that memory is short
+        except (RuntimeError, MemoryError, OverflowError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
             ) from None
 
-    def _writer(self, params: SamplingParams) -> Writer:
-        return TextWriter(self.tokenizer, params) if self.tokenizer else NoText()
+    def _writer(self, prompt_ids: TokenIds, params: SamplingParams) -> Writer:
+        if self.tokenizer is None:
+            return NoText()
+        return TextWriter(self.tokenizer, prompt_ids, params)
 
 
 # %% [markdown]
@@ -301,15 +318,16 @@ class LLM(LLM):
         """
         if self.engine.has_unfinished():
             raise ValueError(
-                "requests submitted to the engine are unfinished: step it first"
+                "the engine has unfinished requests (submitted to it, or by another "
+                "thread's generate): finish or abort them first"
             )
         batch = as_prompts(prompts)
         params = self._params_for(batch, sampling_params)
         encoded = [self._encode(prompt) for prompt in batch]
         for ids, wanted in zip(encoded, params, strict=True):
             self.engine.check(ids, wanted)
-        names = [self.engine.submit(i, p) for i, p in zip(encoded, params, strict=True)]
-        finished = self._run(names)
+        names: list[str] = []
+        finished = self._run(zip(encoded, params, strict=True), names)
         return [
             replace(finished[name], prompt=prompt if isinstance(prompt, str) else None)
             for name, prompt in zip(names, batch, strict=True)
@@ -330,6 +348,8 @@ class LLM(LLM):
     ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * len(batch)
+        if not isinstance(given, Sequence):
+            raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
         if len(given) != len(batch):
             raise ValueError(f"{len(given)} SamplingParams for {len(batch)} prompts")
         return list(given)
@@ -339,13 +359,20 @@ class LLM(LLM):
             return encode_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids, not text")
-        ids: list[int] = self.tokenizer.encode(prompt).ids
+        try:
+            ids: list[int] = self.tokenizer.encode(prompt).ids
+        except TypeError:  # text that is not Unicode, such as a broken argument
+            raise ValueError(f"the prompt is not valid text: {prompt!r}") from None
         return ids
 
-    def _run(self, names: Sequence[str]) -> dict[str, RequestOutput]:
-        """Step until all are done; if that is interrupted, nothing is left running."""
+    def _run(
+        self, requests: Iterable[tuple[TokenIds, SamplingParams]], names: list[str]
+    ) -> dict[str, RequestOutput]:
+        """Submit, and step until all are done; if interrupted, nothing goes on."""
         finished: dict[str, RequestOutput] = {}
         try:
+            for token_ids, params in requests:
+                names.append(self.engine.submit(token_ids, params))
             while self.engine.has_unfinished():
                 finished |= {o.request_id: o for o in self.engine.step() if o.finished}
         finally:
@@ -359,16 +386,28 @@ class LLM(LLM):
 
 
 # %% export="llm.py"
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several -> a list. Raises `ValueError` for anything else."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    batch: list[Prompt] = list(prompts)  # type: ignore[arg-type]
+    prompts = _plain(prompts)
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
+        return [prompts]
+    batch = [_plain(prompt) for prompt in prompts]
     for prompt in batch:
-        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
-            kind = type(prompt).__name__
-            raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
+        if not isinstance(prompt, str) and not all(
+            isinstance(i, Integral) for i in prompt
+        ):
+            raise ValueError("a prompt is text or a list of integers, the token ids")
     return batch
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists; `ValueError` for what is neither text nor a list."""
+    if hasattr(value, "tolist") and not isinstance(value, Integral):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        kind = type(value).__name__
+        raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
+    return value
 
 
 # %% [markdown]
@@ -404,32 +443,32 @@ from minivllm.drawing import Branch, draw_tree
 
 parts = Branch(
     "LLM: names to objects (14)",
-    "free",
+    "plain",
     [
-        Branch("Tokenizer, writer (6)", "published"),
+        Branch("Tokenizer, writer (6)", "plain"),
         Branch(
             "Engine: schedule, run, commit, publish (7)",
-            "pinned",
+            "plain",
             [
                 Branch(
                     "Scheduler (7)",
-                    "pinned",
-                    [Branch("PrefixCache (4): pool, index (3)", "pinned")],
+                    "plain",
+                    [Branch("PrefixCache (4): pool, index (3)", "plain")],
                 ),
                 Branch(
                     "ModelRunner (5)",
-                    "private",
-                    [Branch("Decoder (5), K/V memory", "private")],
+                    "computed",
+                    [Branch("Decoder (5), K/V memory", "computed")],
                 ),
-                Branch("Publisher (7)", "announced"),
+                Branch("Publisher (7)", "plain"),
             ],
         ),
     ],
 )
 draw_tree(
     parts,
-    caption="What the composition root puts together, with the chapters that built it. Blue: the "
-    "control plane, which knows token ids and pages only. Orange: where torch begins.",
+    caption="What the composition root puts together, with the chapters that built it. In colour: "
+    "where torch begins; the rest knows token ids and pages only.",
 )
 
 # %% [markdown]
@@ -523,10 +562,11 @@ def generate(
     EngineOptions(**options)  # a bad value is told before the model is loaded
     from minivllm.llm import LLM  # torch begins here
 
-    for output in LLM(model, **options).generate(prompt, params):
+    outputs = LLM(model, **options).generate(prompt, params)
+    for output in outputs:
         show(asdict(output), as_json)
-        if output.outputs[0].finish_reason == "error":
-            raise typer.Exit(1)
+    if any(output.outputs[0].finish_reason == "error" for output in outputs):
+        raise typer.Exit(1)
 
 
 # %% [markdown]

@@ -158,12 +158,6 @@ def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _adjoin(one: Line, other: Line, rows: Sequence[str]) -> bool:
-    """Whether two lines of the package follow each other in a cell."""
-    between = "".join(rows[one.line : other.line - 1])
-    return bool(one.path and one.line < other.line and not between.strip())
-
-
 # ---- Edits in a notebook -------------------------------------------------------------
 
 

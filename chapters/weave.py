@@ -67,15 +67,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, config: MkDocsConfig, **_: object) -> str:
     """`{{ puzzle.svg }}` shows a picture of figures/ that follows the theme."""
-    folder = root_of(config) / "figures"
-    return re.sub(
-        r"^\{\{ ([\w-]+\.svg) \}\}$",
-        lambda found: (
-            f'<div class="output">{(folder / found[1]).read_text("utf-8")}</div>'
-        ),
-        markdown,
-        flags=re.M,
-    )
+
+    def picture(found: re.Match[str]) -> str:
+        svg = (root_of(config) / "figures" / found[1]).read_text("utf-8")
+        return f'<div class="output">{svg.replace(book.DARK, "")}</div>'
+
+    return re.sub(r"^\{\{ ([\w-]+\.svg) \}\}$", picture, markdown, flags=re.M)
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (cf351e1f): edit the chapter.
+# Exported from chapters/14_llm.py (b09aee46): edit the chapter.
 """The command line: `minivllm generate`."""
 
 import json
@@ -77,10 +77,11 @@ def generate(
     EngineOptions(**options)  # a bad value is told before the model is loaded
     from minivllm.llm import LLM  # torch begins here
 
-    for output in LLM(model, **options).generate(prompt, params):
+    outputs = LLM(model, **options).generate(prompt, params)
+    for output in outputs:
         show(asdict(output), as_json)
-        if output.outputs[0].finish_reason == "error":
-            raise typer.Exit(1)
+    if any(output.outputs[0].finish_reason == "error" for output in outputs):
+        raise typer.Exit(1)
 
 
 def show(output: dict[str, Any], as_json: bool) -> None:

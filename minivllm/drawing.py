@@ -1,8 +1,9 @@
-# Exported from chapters/01_kv_cache.py (1e880b50): edit the chapter.
+# Exported from chapters/01_kv_cache.py (9a7aa8e2): edit the chapter.
 """Small SVG pictures from runs: rows of cells, trees, and steps through them.
 
-One colour per page state, given as CSS variables with a fallback, so that the site's
-light and dark themes can set them and a notebook elsewhere still shows them.
+One colour per page state and per kind of work, given as CSS variables with a fallback,
+so that the site's light and dark themes can set them and a notebook elsewhere still
+shows them.
 """
 
 import textwrap
@@ -10,13 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-COLOURS = {  # page state -> colour where no theme sets the variable
+PAGE_STATES = ("free", "private", "announced", "published", "pinned", "lost")
+COLOURS = {  # what a cell shows -> its colour where no theme sets the variable
     "free": "#e3e6ea",
     "private": "#f6c667",
     "announced": "#d9b8f0",
     "published": "#9fd8ae",
     "pinned": "#8fc1f0",
     "lost": "#f2a59b",
+    "computed": "#8b97c9",  # work, not a page: the tokens of a prompt
+    "decoded": "#ccd3ec",  # one output token a step
+    "plain": "#eeebe4",
 }
 CHAR = 6.7  # the width of a character at size 12, in pixels
 
@@ -48,7 +53,7 @@ class Picture:
     def box(
         self, x: float, y: float, w: float, h: float, state: str, words: str = ""
     ) -> None:
-        """Draw a cell in the colour of a page state, with dark words inside."""
+        """Draw a cell in one of the `COLOURS`, with words inside."""
         colour = f"var(--page-{state}, {COLOURS[state]})"
         self.shapes.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" '
@@ -109,22 +114,22 @@ Step = Sequence[tuple[str, int, int]]  # chunks: request id, first position, tok
 def rows_of_steps(steps: Iterable[Step]) -> dict[str, list[Cell]]:
     """What each request computed, step by step, as cells for `draw_rows`.
 
-    A step is 1 wide, and 1 more for every 16 tokens of its largest chunk. Prompt
+    A step is 1 wide, and 1 more for every 32 tokens computed in it. Prompt
     chunks become cells with their size; decode steps in a row join into one cell.
     """
     rows: dict[str, list[Cell]] = {}
     now = 0.0
     for step in steps:
-        width = 1 + max((size for _, _, size in step), default=0) / 16
+        width = 1 + sum(size for _, _, size in step) / 32
         for request_id, _, size in step:
             row = rows.setdefault(request_id, [])
             last = row[-1] if row else (0.0, 0.0, "", "")
-            if size == 1 and last[2] == "published" and last[0] + last[1] == now:
-                row[-1] = (last[0], last[1] + width, "published", "decodes")
+            if size == 1 and last[2] == "decoded" and last[0] + last[1] == now:
+                row[-1] = (last[0], last[1] + width, "decoded", "decodes")
             elif size == 1:
-                row.append((now, width, "published", ""))
+                row.append((now, width, "decoded", ""))
             else:
-                row.append((now, width, "private", str(size)))
+                row.append((now, width, "computed", str(size)))
         now += width
     return rows
 
@@ -134,7 +139,7 @@ class Branch:
     """A node of a tree picture: lines of words, a page state, children."""
 
     words: str
-    state: str = "published"
+    state: str = "plain"
     children: Sequence["Branch"] = ()
 
 

@@ -1,10 +1,10 @@
-# Exported from chapters/02_hashing.py (4bab4546): edit the chapter.
+# Exported from chapters/02_hashing.py (4f0f97b7): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
 from hashlib import blake2b
 
-from minivllm.request import ExtraKey, TokenIds, encode_ids
+from minivllm.request import ExtraKey, TokenIds, check_extra_key, encode_ids
 
 DIGEST_BYTES = 16
 
@@ -20,6 +20,7 @@ def token_bytes(token_ids: TokenIds) -> bytes:
 
 def root_hash(extra_key: ExtraKey = None) -> bytes:
     """The name of the empty past under `extra_key` (cache salt, adapter, image)."""
+    check_extra_key(extra_key)
     salt = b"" if extra_key is None else repr(extra_key).encode()
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
@@ -45,6 +46,8 @@ def extend_hashes(
     known: list[bytes], token_ids: TokenIds, page_size: int, extra_key: ExtraKey = None
 ) -> list[bytes]:
     """`page_hashes` of a sequence whose first pages are named already, in `known`."""
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, not {page_size}")
     data, step = token_bytes(token_ids), 4 * page_size
     names = list(known)
     name = names[-1] if names else root_hash(extra_key)

@@ -1,11 +1,12 @@
-# Exported from chapters/14_llm.py (68f8ade0): edit the chapter.
+# Exported from chapters/14_llm.py (30914e4c): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.sampling import Sampler
 from minivllm.scheduler import Scheduler
-from minivllm.tokenizer import TextWriter, load_tokenizer
+from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
 
 
 def choose_device(name: str) -> torch.device:
@@ -86,9 +87,11 @@ class LLM:
         decoder = load_model(checkpoint, device, dtype)
         self.config = config = decoder.config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
+        ends = config.eos_token_ids | tokenizer_ends(checkpoint, self.tokenizer)
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
+        runner = self._runner(decoder, num_pages)
         cache = PrefixCache(
             num_pages, chosen.page_size, chosen.index, chosen.eviction, observer
         )
@@ -100,9 +103,9 @@ class LLM:
             observer=observer,
         )
         self.engine = Engine(
-            self._runner(decoder, num_pages),
+            runner,
             scheduler,
-            Limits(config.vocab_size, config.max_context, config.eos_token_ids),
+            Limits(config.vocab_size, config.max_context, ends),
             publisher=PUBLISHERS[chosen.publish](),
             writers=self._writer,
             observer=observer,
@@ -112,14 +115,16 @@ class LLM:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
             return ModelRunner(decoder, num_pages, size, sampler)
-        except RuntimeError as error:  # PyTorch's way to say that memory is short
+        except (RuntimeError, MemoryError, OverflowError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
             ) from None
 
-    def _writer(self, params: SamplingParams) -> Writer:
-        return TextWriter(self.tokenizer, params) if self.tokenizer else NoText()
+    def _writer(self, prompt_ids: TokenIds, params: SamplingParams) -> Writer:
+        if self.tokenizer is None:
+            return NoText()
+        return TextWriter(self.tokenizer, prompt_ids, params)
 
     def stats(self) -> dict[str, int]:
         """Pages by state, queue lengths and counters."""
@@ -141,15 +146,16 @@ class LLM:
         """
         if self.engine.has_unfinished():
             raise ValueError(
-                "requests submitted to the engine are unfinished: step it first"
+                "the engine has unfinished requests (submitted to it, or by another "
+                "thread's generate): finish or abort them first"
             )
         batch = as_prompts(prompts)
         params = self._params_for(batch, sampling_params)
         encoded = [self._encode(prompt) for prompt in batch]
         for ids, wanted in zip(encoded, params, strict=True):
             self.engine.check(ids, wanted)
-        names = [self.engine.submit(i, p) for i, p in zip(encoded, params, strict=True)]
-        finished = self._run(names)
+        names: list[str] = []
+        finished = self._run(zip(encoded, params, strict=True), names)
         return [
             replace(finished[name], prompt=prompt if isinstance(prompt, str) else None)
             for name, prompt in zip(names, batch, strict=True)
@@ -162,6 +168,8 @@ class LLM:
     ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * len(batch)
+        if not isinstance(given, Sequence):
+            raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
         if len(given) != len(batch):
             raise ValueError(f"{len(given)} SamplingParams for {len(batch)} prompts")
         return list(given)
@@ -171,13 +179,20 @@ class LLM:
             return encode_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids, not text")
-        ids: list[int] = self.tokenizer.encode(prompt).ids
+        try:
+            ids: list[int] = self.tokenizer.encode(prompt).ids
+        except TypeError:  # text that is not Unicode, such as a broken argument
+            raise ValueError(f"the prompt is not valid text: {prompt!r}") from None
         return ids
 
-    def _run(self, names: Sequence[str]) -> dict[str, RequestOutput]:
-        """Step until all are done; if that is interrupted, nothing is left running."""
+    def _run(
+        self, requests: Iterable[tuple[TokenIds, SamplingParams]], names: list[str]
+    ) -> dict[str, RequestOutput]:
+        """Submit, and step until all are done; if interrupted, nothing goes on."""
         finished: dict[str, RequestOutput] = {}
         try:
+            for token_ids, params in requests:
+                names.append(self.engine.submit(token_ids, params))
             while self.engine.has_unfinished():
                 finished |= {o.request_id: o for o in self.engine.step() if o.finished}
         finally:
@@ -186,13 +201,25 @@ class LLM:
         return finished
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several -> a list. Raises `ValueError` for anything else."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    batch: list[Prompt] = list(prompts)  # type: ignore[arg-type]
+    prompts = _plain(prompts)
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
+        return [prompts]
+    batch = [_plain(prompt) for prompt in prompts]
     for prompt in batch:
-        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
-            kind = type(prompt).__name__
-            raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
+        if not isinstance(prompt, str) and not all(
+            isinstance(i, Integral) for i in prompt
+        ):
+            raise ValueError("a prompt is text or a list of integers, the token ids")
     return batch
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists; `ValueError` for what is neither text nor a list."""
+    if hasattr(value, "tolist") and not isinstance(value, Integral):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        kind = type(value).__name__
+        raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
+    return value

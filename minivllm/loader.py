@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (8a11680f): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (f428ae5d): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,21 @@ class LoadError(ValueError):
     """A model cannot be loaded. The message names the cause and what to do."""
 
 
-def find_model(name: str) -> Path:
+@contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Whatever a broken file makes of a parser becomes one line that names the file."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise LoadError(f"{source} cannot be read as a model: {what}") from error
+
+
+def find_model(name: str | Path) -> Path:
     """Resolve `smollm2`, a folder, a GGUF file or a hub id to a local path."""
+    name = str(name)
     if name == DEFAULT_MODEL:
         return _packaged_model()
     path = Path(name).expanduser()
@@ -69,11 +83,11 @@ def _packaged_model() -> Path:
 def _hub_model(name: str) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub has a dozen kinds: none of them matters here
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise LoadError(
             f"no folder {name}, and the hub did not give a model of that name: {reason}"
         ) from None
@@ -99,8 +113,7 @@ def read_config(folder: Path) -> ModelConfig:
         num_layers=raw["num_hidden_layers"],
         num_heads=raw["num_attention_heads"],
         num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim")
-        or raw["hidden_size"] // raw["num_attention_heads"],
+        head_dim=raw.get("head_dim") or _default_head_dim(raw),
         max_context=raw.get("max_position_embeddings", 2048),
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
         rope_scaling=_rope_scaling(folder, raw),
@@ -110,6 +123,11 @@ def read_config(folder: Path) -> ModelConfig:
         qk_norm=family == "qwen3",
         eos_token_ids=_eos_ids(folder, raw),
     )
+
+
+def _default_head_dim(raw: dict[str, Any]) -> int:
+    shared = int(raw["hidden_size"]) // int(raw["num_attention_heads"])
+    return 128 if raw["model_type"] == "qwen3" else shared
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -136,7 +154,7 @@ def _refuse(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return None
@@ -221,10 +239,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with reading(path):
             self._reader = PlainReader(str(path))
-        except Exception as error:  # whatever a broken file makes of the parser
-            raise LoadError(f"{path} is not a readable GGUF file: {error}") from None
         self.family = str(self.get("general.architecture"))
         if self.family not in FAMILIES:
             known = ", ".join(FAMILIES)
@@ -244,10 +260,8 @@ class GGUFFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
-        heads, kv_heads = (
-            self.get(".attention.head_count"),
-            self.get(".attention.head_count_kv"),
-        )
+        heads = self.get(".attention.head_count")
+        kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
             name = self._decoder_name(packed.name)
             tensor = torch.from_numpy(
@@ -280,6 +294,21 @@ def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
+def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
+    """Refuse what would change the numbers and is not handled."""
+    reasons = {
+        "rope scaling": file.get(".rope.scaling.type", "none") != "none"
+        or file.get(".rope.scale_linear", 1.0) != 1.0
+        or file.has_tensor("rope_freqs.weight"),
+        "a partial rotation": file.get(".rope.dimension_count", head_dim) != head_dim,
+        "a sliding window": file.get(".attention.sliding_window", 0),
+        "a mixture of experts": file.get(".expert_count", 0),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise LoadError(f"{file.path}: {reason} in GGUF files is not supported yet")
+
+
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
     if file.get(".rope.scaling.type", "none") != "none" or file.has_tensor(
@@ -287,6 +316,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     ):
         raise LoadError(f"{file.path}: rope scaling in GGUF files is not supported yet")
     heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
+    head_dim = file.get(".attention.key_length", hidden // heads)
+    refuse_gguf(file, head_dim)
     eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
         vocab_size=len(file.strings("tokenizer.ggml.tokens")),
@@ -295,7 +326,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         num_layers=file.get(".block_count"),
         num_heads=heads,
         num_kv_heads=file.get(".attention.head_count_kv", heads),
-        head_dim=file.get(".attention.key_length", hidden // heads),
+        head_dim=head_dim,
         max_context=file.get(".context_length"),
         rope_theta=file.get(".rope.freq_base", 10_000.0),
         norm_eps=file.get(".attention.layer_norm_rms_epsilon"),
@@ -309,9 +340,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 Checkpoint = Path | GGUFFile  # a Hugging Face folder, or an open GGUF file
 
 
-def open_checkpoint(name: str) -> Checkpoint:
+def open_checkpoint(name: str | Path) -> Checkpoint:
     """Find a model by name and, if it is one file, read its table of contents."""
-    path = find_model(name)
+    with reading(name):
+        path = find_model(name)
     return GGUFFile(path) if path.suffix == ".gguf" else path
 
 
@@ -320,10 +352,12 @@ def load_model(
 ) -> Decoder:
     """Load a model onto a device, in a number format. Raises `LoadError`."""
     if isinstance(checkpoint, GGUFFile):
-        config, tensors = gguf_config(checkpoint), checkpoint.tensors()
-        return build(config, tensors, device, dtype, checkpoint.path)
-    config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-    return build(config, tensors, device, dtype, checkpoint)
+        with reading(checkpoint.path):
+            config, tensors = gguf_config(checkpoint), checkpoint.tensors()
+            return build(config, tensors, device, dtype, checkpoint.path)
+    with reading(checkpoint):
+        config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
+        return build(config, tensors, device, dtype, checkpoint)
 
 
 def build(

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (775e3293): edit the chapter.
+# Exported from chapters/05_model.py (2ffa4da9): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -36,6 +36,24 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
+            self._check(name, int)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "max_context"):
+            self._check(name, int)
+        for name in ("rope_theta", "norm_eps"):
+            self._check(name, float)
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            shape = f"{self.num_heads}, {self.num_kv_heads}, {self.head_dim}"
+            raise ValueError(f"heads, K/V heads and head_dim do not fit: {shape}")
+
+    def _check(self, name: str, kind: type[int] | type[float]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
+            raise ValueError(
+                f"{name} must be a positive {kind.__name__}, not {value!r}"
+            )
 
     def kv_bytes_per_token(self, bytes_each: int) -> int:
         """A key and a value for each K/V head in each layer."""

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (ace8732b): edit the chapter.
+# Exported from chapters/14_llm.py (67ecfeba): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Mapping
@@ -23,6 +23,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": tuple(EVICTION),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
+
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 def option(default: Any, words: str) -> Any:
@@ -58,6 +61,11 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+        if type(self.seed) is not int:
+            raise ValueError(f"seed must be a whole number, not {self.seed!r}")
+        if str(self.device).split(":")[0] not in DEVICES:
+            offered = ", ".join(DEVICES)
+            raise ValueError(f"device must be one of {offered}, not {self.device!r}")
 
 
 VLLM_NAMES = {  # what vLLM's users type -> what it is called here
@@ -70,8 +78,12 @@ VLLM_NAMES = {  # what vLLM's users type -> what it is called here
 def read_options(given: Mapping[str, Any]) -> EngineOptions:
     """Options by our names or vLLM's; `ValueError` for unknown or double ones."""
     options = dict(given)
-    if options.pop("enable_prefix_caching", True) is False:
-        options["index"] = "none"
+    if (caching := options.pop("enable_prefix_caching", True)) not in (True, False):
+        raise ValueError(
+            f"enable_prefix_caching must be True or False, not {caching!r}"
+        )
+    if not caching and options.setdefault("index", "none") != "none":
+        raise ValueError("enable_prefix_caching=False and an index: give one")
     for theirs, ours in VLLM_NAMES.items():
         if theirs in options:
             if ours in options:

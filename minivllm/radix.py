@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (3bec93af): edit the chapter.
+# Exported from chapters/03_radix.py (2e913dc7): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -13,10 +13,11 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import index
 from typing import overload
 
 from minivllm.hashing import token_bytes
-from minivllm.request import ExtraKey, TokenIds
+from minivllm.request import ExtraKey, TokenIds, check_extra_key
 
 
 class Slots(Sequence[int]):
@@ -215,6 +216,7 @@ class RadixCache:
     def _end_of(self, path: list[tuple[Node, int]], extra_key: ExtraKey) -> Node:
         """The node whose end is the end of the match; splits if it lies inside one."""
         if not path:
+            check_extra_key(extra_key)
             root = Root(b"", array("i"), extra_key=extra_key)
             return self._roots.setdefault(extra_key, root)
         node, num_bytes = path[-1]
@@ -248,12 +250,12 @@ class RadixCache:
         return upper
 
     def evict(self, num_tokens: int) -> list[int]:
-        """Forget at least `num_tokens` tokens, in whole pages; return their slots.
+        """Forget at least `num_tokens` tokens (an int), in whole pages; their slots.
 
         Tail first from the next victim, as few pages as suffice, or all that nobody
         has locked. The caller gets the slots back and may reuse them at once.
         """
-        num_pages = -(-num_tokens // self.page_size)
+        num_pages = -(-index(num_tokens) // self.page_size)
         return list(Slots(self.evict_pages(num_pages), self.page_size))
 
     def evict_pages(self, num_pages: int) -> list[int]:
@@ -288,7 +290,8 @@ class RadixCache:
     def lock(self, match: Match) -> Handle:
         """Protect exactly the matched tokens from eviction, and refresh their path.
 
-        Looks the prefix up again; raises `StaleMatch` if it is shorter by now.
+        Looks the prefix up again; raises `StaleMatch` if it is shorter by now, or lies
+        elsewhere.
         """
         path = self._walk(match.key, match.extra_key)
         if sum(num_bytes for _, num_bytes in path) < len(match.key):
@@ -297,7 +300,8 @@ class RadixCache:
             )
         self._clock += 1
         end = self._end_of(path, match.extra_key)
-        self._refresh(end)
+        if self._refresh(end) != match.kv_indices.first_slots:
+            raise StaleMatch("the tokens of the match lie elsewhere now")
         self._count(end, +1)
         return Handle(end)
 

@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (44c0e166): edit the chapter.
+# Exported from chapters/01_kv_cache.py (fb1fc193): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -6,8 +6,9 @@ its owner: pages with the prefix cache, queues with the scheduler.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 TokenIds = Sequence[int]  # any sequence of ints, or an encoded array("i")
 ExtraKey = str | bytes | int | tuple[object, ...] | None
@@ -21,6 +22,8 @@ def encode_ids(token_ids: TokenIds) -> "array[int]":
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
+    if isinstance(token_ids, str | bytes | bytearray):
+        raise ValueError(f"token ids must be integers, not {type(token_ids).__name__}")
     try:
         return array("i", token_ids)
     except (TypeError, OverflowError) as error:
@@ -48,12 +51,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for holds, rule in self._rules():
-            if not holds:
-                raise ValueError(f"SamplingParams: {rule}")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name, given in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            if given is not None and not isinstance(given, Iterable):
+                raise ValueError(
+                    f"SamplingParams: {name} must be a list, not {given!r}"
+                )
+            object.__setattr__(self, name, () if given is None else tuple(given))
+        try:
+            broken = [rule for holds, rule in self._rules() if not holds]
+        except TypeError as error:
+            broken = [str(error)]
+        if broken:
+            raise ValueError(f"SamplingParams: {broken[0]}")
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
@@ -72,7 +82,7 @@ class SamplingParams:
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}"),
             (
-                self.seed is None or _is_int(self.seed, None),
+                self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
                 f"seed must be a whole number, not {self.seed!r}",
             ),
             (
@@ -86,10 +96,26 @@ class SamplingParams:
         ]
 
 
-def _is_int(value: object, least: int | None) -> bool:
-    if not isinstance(value, int) or isinstance(value, bool):
+SEEDS = 2**64  # seeds lie between minus and plus this
+
+
+def _is_int(value: object, least: int, most: int = SEEDS) -> bool:
+    """A whole number of any kind (NumPy's too), within bounds."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
         return False
-    return least is None or value >= least
+    return least <= int(value) <= most
+
+
+def check_extra_key(key: ExtraKey) -> None:
+    """Raise `ValueError` unless a key is text, bytes, an int or a tuple of these."""
+    for part in key if isinstance(key, tuple) else (key,):
+        if isinstance(part, tuple):
+            check_extra_key(part)
+        elif part is not None and type(part) not in (str, bytes, int):
+            kind = type(part).__name__
+            raise ValueError(
+                f"extra_key must be text, bytes, ints or a tuple, not {kind}"
+            )
 
 
 @dataclass(frozen=True, eq=False)

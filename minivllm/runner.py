@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (68b5cdbd): edit the chapter.
+# Exported from chapters/05_model.py (4dc88efb): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class ModelRunner:
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
+        if logits.isnan().any():
+            raise FloatingPointError("the model's logits are not numbers")
         wanted = [chunk for chunk in chunks if chunk.samples]
         tokens = iter(self.sampler(logits, wanted) if wanted else [])
         return [next(tokens) if chunk.samples else None for chunk in chunks]

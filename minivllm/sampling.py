@@ -1,6 +1,7 @@
-# Exported from chapters/06_weights_and_words.py (ba1f67b3): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (bfb727b7): edit the chapter.
 """From logits to token ids."""
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -45,12 +46,17 @@ class Sampler:
 
 
 def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Scaled logits [vocab], with -inf where top_k, top_p or min_p cut a token off."""
-    scaled, order = (logits / params.temperature).sort(descending=True)
-    probs = torch.softmax(scaled, dim=-1)
-    before = probs.cumsum(-1) - probs  # the mass of the tokens that are likelier
-    keep = (before < params.top_p) & (probs >= params.min_p * probs[0])
-    if params.top_k > 0:
-        keep[params.top_k :] = False
-    kept = scaled.masked_fill(~keep, float("-inf"))
-    return torch.empty_like(kept).scatter_(0, order, kept)
+    """Scaled logits [vocab], with -inf for what min_p, top_k and top_p cut off."""
+    scaled = logits / params.temperature
+    if params.min_p > 0:
+        bound = scaled.max() + math.log(params.min_p)
+        scaled = scaled.masked_fill(scaled < bound, -math.inf)
+    if 0 < params.top_k < len(scaled):
+        bound = scaled.topk(params.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < bound, -math.inf)
+    if params.top_p < 1:
+        ordered, order = scaled.sort(descending=True)
+        probs = torch.softmax(ordered, dim=-1)
+        late = probs.cumsum(-1) - probs >= params.top_p  # enough mass came before
+        scaled = scaled.index_fill(0, order[late], -math.inf)
+    return scaled

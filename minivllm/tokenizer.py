@@ -1,15 +1,18 @@
-# Exported from chapters/06_weights_and_words.py (34889674): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (59dee99f): edit the chapter.
 """Text to token ids and back."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
 
-from minivllm.loader import Checkpoint, GGUFFile, LoadError
+from minivllm.loader import Checkpoint, GGUFFile, LoadError, reading
 from minivllm.request import SamplingParams
 
+CONTROL, USER_DEFINED = 3, 4  # values of GGUF's `tokenizer.ggml.token_type`
 GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 PRE_TOKENIZERS = {  # how GGUF's `tokenizer.ggml.pre` cuts text before merging
     "gpt-2": GPT2_SPLIT,
@@ -23,16 +26,40 @@ PRE_TOKENIZERS = {  # how GGUF's `tokenizer.ggml.pre` cuts text before merging
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The tokenizer of a model folder or GGUF file; None for a folder that has none."""
     if isinstance(checkpoint, GGUFFile):
-        return gguf_tokenizer(checkpoint)
-    if (checkpoint / "tokenizer.json").is_file():
-        return Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    older = ("tokenizer.model", "vocab.json")
-    if any((checkpoint / name).is_file() for name in older):
+        with reading(checkpoint.path):
+            return gguf_tokenizer(checkpoint)
+    with reading(f"{checkpoint}/tokenizer"):
+        tokenizer = _folder_tokenizer(checkpoint)
+    if tokenizer is not None:  # a file may have kept the settings of its training
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
+
+
+def _folder_tokenizer(folder: Path) -> Tokenizer | None:
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
         from transformers import AutoTokenizer  # knows how to convert the older formats
 
-        converted = AutoTokenizer.from_pretrained(str(checkpoint)).backend_tokenizer
+        converted = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
         return cast(Tokenizer, converted)
     return None
+
+
+def tokenizer_ends(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    """The end token of tokenizer_config.json, as an id, if there is one."""
+    if isinstance(checkpoint, GGUFFile) or tokenizer is None:
+        return frozenset()
+    settings = checkpoint / "tokenizer_config.json"
+    with reading(settings):
+        name = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+        name = name.get("eos_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        found = tokenizer.token_to_id(name) if name else None
+    return frozenset() if found is None else frozenset([found])
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -52,21 +79,35 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
     kinds = file.get("tokenizer.ggml.token_type")
-    control = [word for word, kind in zip(words, kinds, strict=True) if kind == 3]
-    tokenizer.add_special_tokens(
-        [AddedToken(word, normalized=False) for word in control]
-    )
+    for word, kind in zip(words, kinds, strict=True):
+        token = AddedToken(word, normalized=False, special=kind == CONTROL)
+        if kind == CONTROL:
+            tokenizer.add_special_tokens([token])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([token])
+    if file.get("tokenizer.ggml.add_bos_token", False):
+        begin = words[file.get("tokenizer.ggml.bos_token_id")]
+        ids = [(begin, tokenizer.token_to_id(begin))]
+        tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
     return tokenizer
+
+
+WINDOW = 6  # tokens of context for the next one
+INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a character yet
 
 
 class TextWriter:
     """The text of one request, token by token, up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops: Sequence[str] = tuple(params.stop or ())
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+        self._ids = list(
+            prompt_ids[-WINDOW:]
+        )  # the window, and what is not written yet
+        self._num_written = len(self._ids)
         self._text = ""
         self._stopped = False
 
@@ -75,17 +116,34 @@ class TextWriter:
         if self._stopped:
             return True
         self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id) or ""
+        piece = self._unwritten()
+        if piece.endswith(INCOMPLETE):
+            return False
+        if piece:
+            self._ids = self._ids[-WINDOW - 1 :]
+            self._num_written = len(self._ids)
+        self._write(piece)
+        return self._stopped
+
+    def _unwritten(self) -> str:
+        """What the tokens say that are not written yet."""
+        before = self._decode(self._ids[: self._num_written])
+        return self._decode(self._ids)[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _write(self, piece: str) -> None:
         seen = len(self._text)
         self._text += piece
         for stop in self._stops:
             at = self._text.find(stop, max(0, seen - len(stop) + 1))
             if at >= 0:
                 self._text, self._stopped = self._text[:at], True
-        return self._stopped
 
     def text(self, finished: bool) -> str:
         """The text so far; when finished, with what an incomplete end decodes to."""
         if self._stopped or not finished:
             return self._text
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._text + self._unwritten()

@@ -73,7 +73,8 @@ def test_a_stored_notebook_stays_small_and_free_of_this_machine() -> None:
 @pytest.mark.parametrize("command", ["format --check", "check"])
 def test_ruff_has_nothing_to_say(command: str) -> None:
     """Protects "reads like code written by hand": package, chapters, tests, tools."""
-    done = run("-m", "ruff", *command.split(), ".")
+    what = ["chapters", "minivllm", "tests", "figures", "conftest.py", "run.py"]
+    done = run("-m", "ruff", *command.split(), *what)
     remedy = "python -m ruff format . (for minivllm/: mend the chapter, then export it)"
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{remedy}"
 

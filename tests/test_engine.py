@@ -7,10 +7,10 @@ from checking_runner import CheckingRunner, cold_continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.engine import Engine, Limits, PublishAtFinish, PublishEachStep
+from minivllm.engine import Engine, Limits, NoText, PublishAtFinish, PublishEachStep
 from minivllm.events import EventLog
 from minivllm.prefix_cache import PrefixCache
-from minivllm.request import SamplingParams
+from minivllm.request import SamplingParams, encode_ids
 from minivllm.scheduler import Scheduler
 
 VOCAB = 50
@@ -372,3 +372,63 @@ def test_waiting_requests_own_nothing():
         1,
     ]
     assert engine.stats()["pages_private"] + engine.stats()["pages_pinned"] == 2
+
+
+def test_bad_arguments_change_nothing():
+    """A list as extra_key, a word as priority: refused, and neighbours run."""
+    engine = make_engine()
+    name = engine.submit(range(8), SamplingParams(max_tokens=3))
+    for options in ({"extra_key": ["a"]}, {"extra_key": 1.5}, {"extra_key": ("a", {})}):
+        with pytest.raises(ValueError, match="extra_key"):
+            engine.submit(range(8), **options)
+    for priority in ("high", None, True, 1.5):
+        with pytest.raises(ValueError, match="priority"):
+            engine.submit(range(8), priority=priority)
+    assert list(run(engine)) == [name]
+
+
+def test_requests_and_outputs_are_the_callers_to_change():
+    """The prompt is copied in, outputs are copied out."""
+    engine = make_engine()
+    prompt = encode_ids(range(8))
+    name = engine.submit(prompt, SamplingParams(max_tokens=4))
+    prompt.append(9)
+    while engine.has_unfinished():
+        (output,) = engine.step()
+        output.prompt_token_ids.extend(output.outputs[0].token_ids)
+    assert output.request_id == name
+    assert output.outputs[0].token_ids == cold_continuation(range(8), 4, VOCAB)
+
+
+def test_a_writer_that_breaks_ends_its_own_request_only():
+    class Broken:
+        def push(self, token_id):
+            raise RuntimeError("no such text")
+
+        def text(self, finished):
+            return ""
+
+    engine = make_engine()
+    engine.writers = lambda ids, params: Broken() if ids[0] == 9 else NoText()
+    names = [engine.submit([i] * 8, SamplingParams(max_tokens=2)) for i in (1, 9, 2)]
+    outputs = run(engine)
+    reasons = [outputs[name].outputs[0].finish_reason for name in names]
+    assert reasons == ["length", "error", "length"]
+    assert same_as_cold(outputs[names[0]], 2) and same_as_cold(outputs[names[2]], 2)
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_salts_are_forgotten_with_their_pages(index):
+    """A cache salt per user must not leave something behind for each."""
+    engine = make_engine(num_pages=8, index=index)
+    for user in range(100):
+        ask(engine, range(8), extra_key=f"user {user}")
+    assert len(engine.scheduler.cache.index._roots) <= 8
+    engine.reset_prefix_cache()
+    assert not engine.scheduler.cache.index._roots
+
+
+def test_max_tokens_none_reaches_as_far_as_the_pool():
+    engine = make_engine(num_pages=4)
+    output = ask(engine, range(8), max_tokens=None)
+    assert len(output.outputs[0].token_ids) == 9 and same_as_cold(output, 9)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -253,3 +254,45 @@ def test_a_folder_without_tokenizer_works_with_ids(tmp_path):
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.generate("text", params)
+
+
+def byte_tokenizer_file(folder, **settings):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:90]
+    words = {c: i for i, c in enumerate([*alphabet, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+
+
+def test_settings_of_a_tokenizers_training_are_not_obeyed(tmp_path):
+    """A saved truncation or padding would change prompts in silence."""
+    write_checkpoint(tmp_path, "llama, three heads a group")
+    byte_tokenizer_file(tmp_path)
+    assert (
+        len(LLM(str(tmp_path), num_pages=16).tokenizer.encode("ABCDEFGHIJ").ids) == 10
+    )
+
+
+@pytest.mark.parametrize("name", ["<end>", {"content": "<end>"}])
+def test_the_tokenizers_end_token_ends(name, tmp_path):
+    """g7: a third end token, in tokenizer_config.json."""
+    write_checkpoint(tmp_path, "llama, three heads a group")
+    byte_tokenizer_file(tmp_path, eos_token=name)
+    llm = LLM(str(tmp_path), num_pages=16)
+    assert llm.engine.limits.eos_token_ids == {2, 90}
+
+
+def test_prompts_of_other_kinds(tmp_path):
+    """Arrays and tensors are token ids; generators, sets and bytes are named."""
+    write_checkpoint(tmp_path, "llama, three heads a group")
+    llm = LLM(tmp_path, num_pages=16)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    batch = [llm.generate(x, params) for x in (ids, ids.numpy(), list(ids.numpy()))]
+    assert all([o.prompt_token_ids for o in out] == ids.tolist() for out in batch)
+    for wrong in ({1, 2}, None, b"abc", {"prompt": "x"}, [1.5], [["a"]]):
+        with pytest.raises(ValueError, match="prompt"):
+            llm.generate(wrong, params)

@@ -1,5 +1,7 @@
 """Choosing tokens, and turning them into text."""
 
+import itertools
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -33,6 +35,7 @@ def test_cold_is_argmax_and_never_nan(temperature):
         ({"min_p": 0.4}, 2),
         ({"top_p": 1e-9}, 1),
         ({"top_k": 99}, 4),
+        ({"top_k": 2, "top_p": 0.65}, 1),  # after top_k, 0.6 of 0.9 is two thirds
     ],
 )
 def test_what_is_kept(options, kept):
@@ -60,9 +63,21 @@ def test_a_draw_depends_on_seed_and_position_only():
     assert len(many) > 5
 
 
+def test_nothing_is_cut_off_unasked():
+    """top_p 1 keeps all of a large vocabulary, whatever a float sum says."""
+    logits = torch.randn(50_000) * 3
+    assert keep_likely(logits, SamplingParams()).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"max_tokens": "9"},
+        {"temperature": "a"},
+        {"temperature": None},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"seed": 10**50},
         {"max_tokens": 0},
         {"max_tokens": 1.5},
         {"temperature": -1},
@@ -78,7 +93,7 @@ def test_a_draw_depends_on_seed_and_position_only():
     ],
 )
 def test_bad_parameters_are_named(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong)).replace("stop", "stop")):
+    with pytest.raises(ValueError, match="SamplingParams: "):
         SamplingParams(**wrong)
 
 
@@ -95,7 +110,7 @@ def byte_tokenizer() -> Tokenizer:
 def test_text_is_never_half_a_character(text):
     """f2: bytes one by one: the stream is a prefix of the whole, at last the whole."""
     tokenizer = byte_tokenizer()
-    writer = TextWriter(tokenizer, SamplingParams())
+    writer = TextWriter(tokenizer, [], SamplingParams())
     for token in tokenizer.encode(text).ids:
         assert not writer.push(token)
         assert text.startswith(writer.text(False)) and "\ufffd" not in writer.text(
@@ -104,9 +119,38 @@ def test_text_is_never_half_a_character(text):
     assert writer.text(False) == writer.text(True) == text
 
 
+def test_a_words_space_is_kept():
+    """Some tokenizers write a space only between words: the prompt's end is context."""
+    words = ["<unk>", "▁The", "▁capital", "▁Paris", "▁is"]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Metaspace()
+    writer = TextWriter(tokenizer, [1, 2], SamplingParams(stop=[" is"]))
+    assert not writer.push(3) and writer.text(False) == " Paris"
+    assert writer.push(4) and writer.text(True) == " Paris"
+
+
+def test_byte_tokens_never_raise():
+    """Bytes that make no character, between words: text comes, and no exception."""
+    pieces = ["<unk>", "<0x41>", "<0xC4>", "<0xF0>", "▁Paris"]
+    tokenizer = Tokenizer(
+        models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    for ids in itertools.product(range(1, 5), repeat=5):
+        writer = TextWriter(tokenizer, [4], SamplingParams())
+        for token in ids:
+            writer.push(token)
+        whole = tokenizer.decode([4, *ids])
+        if "\ufffd" not in whole:
+            assert writer.text(True) == whole[len(tokenizer.decode([4])) :]
+
+
 def test_stop_strings_across_tokens():
     tokenizer = byte_tokenizer()
-    writer = TextWriter(tokenizer, SamplingParams(stop=["END", "\n\n"]))
+    writer = TextWriter(tokenizer, [], SamplingParams(stop=["END", "\n\n"]))
     stopped = [
         writer.push(token) for token in tokenizer.encode("an ENtry, the END, more").ids
     ]

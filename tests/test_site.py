@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -56,6 +57,11 @@ print("```", count([1, 2]))
 
 # %%
 assert count([1, 2]) == 2
+
+# %% tags=["live"]
+from minivllm.count import count
+
+count([7])
 
 # %% tags=["hide"]
 print("never shown")
@@ -186,6 +192,16 @@ def test_chapter_shows_code_outputs_and_figures(tree: Path) -> None:
     assert "``` 2" in folded
     assert '<a href="01_count.ipynb"' in html or 'href="01_count.ipynb"' in html
     assert "1. Counting" in (tree / "build/site/index.html").read_text(encoding="utf-8")
+
+
+def test_a_live_cell_finds_the_package_and_may_lack_python(tree: Path) -> None:
+    """The page's script makes it editable; without a network it stays as it is."""
+    site = tree / "build" / "site"
+    html = (site / "01_count.html").read_text(encoding="utf-8")
+    assert '<div class="live" data-megabytes="0">' in html
+    with zipfile.ZipFile(site / "assets" / "minivllm.zip") as package:
+        served = package.read("minivllm/count.py")
+    assert served == (tree / "minivllm" / "count.py").read_bytes()
 
 
 def test_tables_have_a_box_to_scroll_in(tree: Path) -> None:

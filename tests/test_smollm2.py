@@ -163,6 +163,7 @@ def test_generate_takes_what_vllm_takes(make_llm):
         (["fine", 3.5], "float"),
         (["fine", None], "NoneType"),
         ([["a", "b"]], "integers"),
+        (["bad \udcff byte"], "not valid text"),
     ],
 )
 def test_one_bad_prompt_submits_none(prompts, fault, make_llm):
