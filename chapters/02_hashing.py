@@ -214,6 +214,18 @@ page_hashes(first, PAGE)[0].hex()
 # output: should it ever come out differently, on any machine or in any process, a test
 # fails.
 #
+# Try it: which token must you change to lose all four pages, and which to lose only the last?
+
+# %% tags=["live"]
+from minivllm.hashing import page_hashes
+
+one = list(range(64))
+other = one.copy()
+other[20] = 7  # change me
+pairs = zip(page_hashes(one, 16), page_hashes(other, 16), strict=True)
+print([a == b for a, b in pairs])
+
+# %% [markdown]
 # ## What a name does not prove
 #
 # Equal pasts have equal names. The other direction is only very likely: 16 bytes cannot

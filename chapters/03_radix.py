@@ -695,6 +695,40 @@ small.check()
 # [2, 1, 0](#evicted).
 # Never a page before the pages that need it.
 #
+# The run once more, a step at a time:
+
+# %% tags=["hide-input"]
+from minivllm.drawing import Steps
+
+replay, frames = RadixCache(page_size=1), []
+replay.insert([A, B, C, D], range(4))
+reader = replay.lock(replay.match_prefix([A, B, C, D]))
+frames.append(
+    picture(replay, "One prompt, A B C D, is one node. A reader has locked it (blue).")
+)
+replay.insert([A, B, E], range(10, 13))
+frames.append(
+    picture(
+        replay, "A B E parts after A B: the node is cut there. Both halves stay locked."
+    )
+)
+replay.evict(4)
+frames.append(
+    picture(replay, "Four tokens are to go. Only E is an unlocked leaf: one goes.")
+)
+replay.unlock(reader)
+frames.append(picture(replay, "The reader has ended: everything is evictable (green)."))
+replay.evict(1)
+frames.append(
+    picture(
+        replay, "One token is to go: D, the tail. C needs it as little as A and B do."
+    )
+)
+replay.evict(1)
+frames.append(picture(replay, "Then C. Now A B is a leaf."))
+Steps(frames)
+
+# %% [markdown]
 # And which of two leaves? Three prompts come one after the other; then the first comes again.
 
 # %% name="lru" claims="S12"
@@ -735,6 +769,18 @@ for i in range(2_000):
 tree.check()
 num_nodes = len(list(tree.nodes()))
 print(f"2,000 answers equal; {len(tree.pages())} pages in {num_nodes} nodes")
+
+# %% [markdown]
+# Your turn: what must the second prompt be, so that the tree has a single node?
+
+# %% tags=["live"]
+from minivllm.radix import RadixCache
+
+tree = RadixCache(page_size=1)
+tree.insert([1, 2, 3, 4], range(4))
+tree.insert([1, 2, 9], range(10, 13))  # change me
+for node in tree.nodes():
+    print(len(node.first_slots), "tokens in slots", list(node.first_slots))
 
 # %% [markdown]
 # ## What still goes wrong

@@ -678,6 +678,17 @@ draw_rows(
 for event in log.events:
     print(event.kind, event.details)
 
+# %% tags=["hide-input"]
+from minivllm.drawing import page_states
+
+told = [(event.kind, event.details["pages"]) for event in log.events]
+draw_rows(
+    page_states(8, [(kind, pages) for kind, pages in told if pages]),
+    unit=40,
+    caption="The eight pages of memory after each event of the log above. A takes three pages "
+    "(orange) and, at its end, publishes two (green) and frees the third, which B gets next.",
+)
+
 # %% [markdown]
 # Now the duplicate. Two requests start *before* anything is published, so each computes
 # the same 32 tokens in two pages of its own:

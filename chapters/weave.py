@@ -207,6 +207,7 @@ def page_of(name: str) -> str:
 def source_page(module: book.Module) -> str:
     chapter = next(line.path for line in module.lines if line.path)
     return (
+        "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"  # searched in its chapter
         f"# minivllm/{module.name}\n\n"
         f"Built in [{title(chapter)}](../{chapter.stem}.md).\n\n"
         + fence(module.text.rstrip(), '.python linenums="1"')

@@ -7,7 +7,7 @@ window.checks = {
     const names = axe.getRules(levels).map((rule) => rule.ruleId);
     const more = ["heading-order", "image-redundant-alt", "empty-heading"];
     const mine = names.filter((name) => name !== "color-contrast"); // contrast() below
-    for (const code of document.querySelectorAll(".highlight code"))
+    for (const code of document.querySelectorAll(".highlight pre"))
       code.replaceChildren("its thousands of spans would take seconds");
     const found = await axe.run({ runOnly: [...mine, ...more] });
     return found.violations.flatMap(({ help, nodes }) =>
@@ -24,6 +24,8 @@ window.checks = {
   },
 
   tooWide() {
+    for (const frame of document.querySelectorAll(".steps > div")) frame.hidden = false;
+    for (const fold of document.querySelectorAll("details")) fold.open = true;
     const room = document.documentElement.clientWidth;
     if (document.documentElement.scrollWidth <= room) return [];
     const all = [...document.body.querySelectorAll("*")];
@@ -32,15 +34,14 @@ window.checks = {
     return [[this.name(wide.at(-1) ?? document.body), fault]];
   },
 
-  /* Of each pair of colours the first place. Boxes of pictures count as ground, which
-     axe-core does not know, and a long page takes it seconds. */
+  /* Of each pair of colours the first place; narrow screens show no others. Boxes of
+     pictures count as ground, which axe-core does not know; it also takes seconds. */
   async contrast() {
     const dark = matchMedia("(prefers-color-scheme: dark)").matches;
     if (!(await this.follows(dark ? "slate" : "default")))
       return [["body", "keeps its colours when the system's change: see mkdocs.yml"]];
-    for (const frame of document.querySelectorAll(".steps > div")) frame.hidden = false;
-    for (const fold of document.querySelectorAll("details")) fold.open = true;
     const faults = new Map();
+    this.known = new Map();
     for (const element of this.written()) {
       const { fill, color } = getComputedStyle(element);
       const ink = element.closest("svg") ? fill : color;
@@ -77,17 +78,25 @@ window.checks = {
 
   /* The colours below a text, from the page upwards. */
   ground(element) {
-    const colours = this.boxes(element).map((rect) => getComputedStyle(rect).fill);
-    for (let up = element; up; up = up.parentElement) {
-      const colour = getComputedStyle(up).backgroundColor;
-      if (colour !== "rgba(0, 0, 0, 0)") colours.unshift(colour);
+    const boxes = this.boxes(element).map((rect) => getComputedStyle(rect).fill);
+    return [...this.backgrounds(element), ...boxes];
+  },
+
+  backgrounds(element) {
+    if (!element) return ["white"];
+    if (!this.known.has(element)) {
+      const colour = getComputedStyle(element).backgroundColor;
+      const below = this.backgrounds(element.parentElement);
+      const clear = colour === "rgba(0, 0, 0, 0)";
+      this.known.set(element, clear ? below : [...below, colour]);
     }
-    return ["white", ...colours];
+    return this.known.get(element);
   },
 
   /* The boxes of a picture below one of its words. */
   boxes(word) {
-    const rects = word.closest("svg")?.querySelectorAll("rect") ?? [];
+    const rects = word.closest("svg")?.querySelectorAll("rect");
+    if (!rects) return [];
     const { left, right, top, bottom } = word.getBoundingClientRect();
     const [x, y] = [(left + right) / 2, (top + bottom) / 2];
     return [...rects].filter((rect) => {
