@@ -158,13 +158,24 @@ def code(source: book.Cell, package: Package) -> list[str]:
     if not name:
         return [fence(source.source, ".python")]
     parts = [fence(source.source, f'.python title="minivllm/{name}"')]
-    rows = range(source.line, source.line + source.source.count("\n") + 1)
-    for number, line in enumerate(package[name].lines, 1):
-        if line.path and line.path.name == source.path.name and line.line in rows:
-            href = page_of(name).replace(".md", f".html#L-0-{number}")
-            parts.append(f'<a class="whole" href="{href}">in the whole file</a>\n')
-            break
+    if number := first_line(source, package[name]):
+        href = page_of(name).replace(".md", f".html#L-0-{number}")
+        parts.insert(
+            0, f'<div id="{name}-{number}"></div>\n'
+        )  # the way back leads here
+        parts.append(f'<a class="whole" href="{href}">in the whole file</a>\n')
     return parts
+
+
+def first_line(cell: book.Cell, module: book.Module) -> int:
+    """The number of the first line of a module that came from this cell; 0 if none did."""
+    rows = range(cell.line, cell.line + cell.source.count("\n") + 1)
+    found = (
+        number
+        for number, line in enumerate(module.lines, 1)
+        if line.path == cell.path and line.line in rows
+    )
+    return next(found, 0)
 
 
 def outputs(cell: Any) -> Iterator[str]:
@@ -209,9 +220,17 @@ def source_page(module: book.Module) -> str:
     return (
         "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"  # searched in its chapter
         f"# minivllm/{module.name}\n\n"
-        f"Built in [{title(chapter)}](../{chapter.stem}.md).\n\n"
+        f"Built in [{title(chapter)}](../{chapter.stem}.md), by the cells that begin at "
+        f"line {ways_back(module, chapter)}.\n\n"
         + fence(module.text.rstrip(), '.python linenums="1"')
     )
+
+
+def ways_back(module: book.Module, chapter: Path) -> str:
+    cells = [c for c in book.read_cells(chapter) if c.meta.get("export") == module.name]
+    numbers = sorted({first_line(cell, module) for cell in cells} - {0})
+    page = f"../{chapter.stem}.md#{module.name}"
+    return ", ".join(f"[{number}]({page}-{number})" for number in numbers)
 
 
 # ---- Python in the page --------------------------------------------------------------
