@@ -168,7 +168,7 @@ def code(source: book.Cell, package: Package) -> list[str]:
 
 
 def first_line(cell: book.Cell, module: book.Module) -> int:
-    """The number of the first line of a module that came from this cell; 0 if none did."""
+    """The first line of a module that came from this cell; 0 if none did."""
     rows = range(cell.line, cell.line + cell.source.count("\n") + 1)
     found = (
         number
@@ -220,8 +220,8 @@ def source_page(module: book.Module) -> str:
     return (
         "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"  # searched in its chapter
         f"# minivllm/{module.name}\n\n"
-        f"Built in [{title(chapter)}](../{chapter.stem}.md), by the cells that begin at "
-        f"line {ways_back(module, chapter)}.\n\n"
+        f"Built in [{title(chapter)}](../{chapter.stem}.md), by the cells that begin "
+        f"at line {ways_back(module, chapter)}.\n\n"
         + fence(module.text.rstrip(), '.python linenums="1"')
     )
 
