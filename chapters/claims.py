@@ -142,7 +142,8 @@ def number_faults(cells: Sequence[Shown]) -> Iterator[str]:
             target = named.get((link[2] or cell.path.stem, name))
             if target is None and re.match(r"[\d.−+-]+\b", words):
                 fault = f"{words} is said to come from `{name}`, and no cell has"
-                yield f'{where}: {fault} that name: give the cell name="{name}"'
+                remedy = f'mend the link, or give the cell name="{name}"'
+                yield f"{where}: {fault} that name: {remedy}"
             elif target and not says(target, words):
                 output = textwrap.shorten(target.printed or "", 70)
                 fault = f"prose says {words}, cell `{name}` printed: {output}"
@@ -200,7 +201,7 @@ def claim_faults(cells: Iterable[Shown], claims: dict[str, Claim]) -> Iterator[s
             yield f'{where}: it carries claims: give it name="...", for links to it'
         for key in one.claims:
             if key not in claims:
-                yield f"{where}: no claim {key}: enter it in {TABLE}"
+                yield f"{where}: no claim {key}: mend the id, or enter it in {TABLE}"
             elif "verdict" not in claims[key]:
                 yield f"{where}: {key} has no verdict: enter one in {TABLE}"
 

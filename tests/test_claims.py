@@ -110,7 +110,7 @@ LIES = {
     ),
     "a claim that nobody made": (
         ('claims="R01"', 'claims="R01 R99"'),
-        "01_count.py:8: no claim R99: enter it in chapters/claims.toml",
+        "01_count.py:8: no claim R99: mend the id, or enter it in chapters/claims.toml",
     ),
     "a claim on a cell without a name": (
         ('name="raises"', 'claims="R01"'),
