@@ -47,7 +47,7 @@ COMMANDS = """commands:
   site       as run, then serve the book on this machine instead of the puzzle
   clean      remove .venv and build
 """
-DISK_FULL = "no space is left on the disk: free about 4 GB, then run this again"
+DISK_FULL = "no space is left on the disk: free some GB, then run this again"
 READ_ONLY = "cannot write {}: make the folder writable, or copy the book to one that is"
 NO_NETWORK = (
     "pip cannot reach its package index: check the network or the proxy, "
@@ -326,13 +326,17 @@ def fetch_scripts(steps, root):
     if is_done(stamp, key):
         steps.say("Scripts for the site: unchanged")
         return
-    with steps.step("Fetching scripts for the site (7 MB)"):
+    with steps.step("Fetching scripts for the site (12 MB)"):
         folder.mkdir(parents=True, exist_ok=True)
         command = npm_of(root) + ["install", "--prefix", str(folder)] + SCRIPTS
-        command += ["--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1"]
+        command += ["--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=0"]
         done = subprocess.run(command, capture_output=True, env=environment(False))
         if done.returncode:
-            steps.show("npm cannot fetch them: the site's live cells will not run")
+            said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
+            steps.show("npm: " + said[0])
+            steps.show(
+                "so the site's live cells will not run; the next run tries again"
+            )
         else:
             mark_done(stamp, key)
 
@@ -426,8 +430,8 @@ def serve(root, port):
     try:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     except (OSError, OverflowError):
-        text = "cannot serve on port {}: choose another with --port"
-        raise RunError(text.format(port))
+        text = "port {} is in use or not allowed: python3 run.py site --port {}"
+        raise RunError(text.format(port, 8001 if port == 8000 else 8000))
     with server:
         print("\nThe book: http://127.0.0.1:{}/  (Ctrl-C ends it)".format(port))
         server.serve_forever()

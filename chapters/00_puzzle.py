@@ -15,11 +15,12 @@
 from minivllm import LLM, SamplingParams
 from minivllm.events import EventLog
 
-ROOMS = """maps and globes, clocks, telescopes, old letters, coins, ships in bottles,
-typewriters, radios, early computers, tin toys, musical boxes, cameras, bicycles, paper kites,
-lighthouse lamps, pressed flowers, puppets, keys and locks, model trains"""
-NUMBERS = """one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-fifteen sixteen seventeen eighteen nineteen"""
+ROOMS = """maps and globes, clocks, telescopes, old letters, coins,
+ships in bottles, typewriters, radios, early computers, tin toys,
+musical boxes, cameras, bicycles, paper kites, lighthouse lamps,
+pressed flowers, puppets, keys and locks, model trains"""
+NUMBERS = """one two three four five six seven eight nine ten eleven twelve
+thirteen fourteen fifteen sixteen seventeen eighteen nineteen"""
 
 rules = """You answer the visitors of a small museum, briefly and politely.
 Tickets are valid all day. Children do not pay. The garden has benches and a café. \
@@ -28,7 +29,10 @@ The shop sells postcards. Please do not touch anything. Guided tours begin at no
 for i, (room, number) in enumerate(zip(ROOMS.split(","), NUMBERS.split(), strict=True)):
     shows = f"Room {number} shows {room.strip()}."
     rules += f"{shows} It is open from {8 + i % 3} to {16 + i % 4} o'clock.\n"
-rules += "The cloakroom is beside the entrance. Dogs stay outside. Photographs are welcome.\n"
+rules += (
+    "The cloakroom is beside the entrance. Dogs stay outside. "
+    "Photographs are welcome.\n"
+)
 prompt = (
     f"<|im_start|>system\n{rules}<|im_end|>\n"
     "<|im_start|>user\nWhere can I leave my coat?<|im_end|>\n<|im_start|>assistant\n"
@@ -107,8 +111,9 @@ draw_rows(
 #    computed?
 #
 # vLLM and SGLang, the two open engines that most people run, answer them differently. The
-# engine that the chapters build makes each answer an option, so that the difference can be
-# measured in one run.
+# engine of this book makes the answers options, so that the difference can be measured in one
+# run: the first already (pages become visible at the end, or after each step), the other two
+# when chapters 9 to 11 are written.
 #
 # ## How the book works
 #
@@ -117,8 +122,9 @@ draw_rows(
 # file: the package is exported from the chapters, and a test compares the two. All outputs
 # come from runs and are checked again by the tests.
 #
-# Chapters 1 to 4 need no model and no torch: what a KV cache keeps, how a prefix is named
-# and found, and who owns a page. Chapters 5 and 6 build the model and load real weights.
+# Chapters 1 to 4 need no model: what a KV cache keeps (with one small attention head in
+# PyTorch), how a prefix is named and found, and who owns a page. What they export needs no
+# torch either. Chapters 5 and 6 build the model and load real weights.
 # Chapter 7 puts requests into batches. Chapter 14 closes the engine up, behind the three
 # lines that every user of vLLM knows.
 #

@@ -82,6 +82,10 @@ def find_model(name: str | Path) -> Path:
     name = str(name)
     if name == DEFAULT_MODEL:
         return _packaged_model()
+    if not name.strip():
+        raise LoadError(
+            f"no model named: give a folder, a .gguf file or {DEFAULT_MODEL}"
+        )
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return path

@@ -564,7 +564,8 @@ def generate(
 
     outputs = LLM(model, **options).generate(prompt, params)
     for output in outputs:
-        show(asdict(output), as_json)
+        metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
+        show(asdict(output) | {"metrics": metrics}, as_json)
     if any(output.outputs[0].finish_reason == "error" for output in outputs):
         raise typer.Exit(1)
 
@@ -653,6 +654,11 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported yet or not."""
+    return sorted({*globals(), *_HOMES})
 
 
 # %%

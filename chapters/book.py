@@ -18,9 +18,11 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -415,5 +417,20 @@ def obey(root: Path, options: argparse.Namespace) -> list[str]:
     return [*differences(root), *stale(root), *claims.faults(root)]
 
 
+def other_python(root: Path) -> str:
+    """The environment's Python, when this one lacks what the book needs; else ""."""
+    if all(find_spec(name) for name in ("nbformat", "nbclient", "ruff")):
+        return ""
+    names = ("Scripts/python.exe", "bin/python")
+    found = [p for p in (root / ".venv" / name for name in names) if p.exists()]
+    if not found or found[0].parent.parent.samefile(sys.prefix):
+        sys.exit(
+            "the book's packages are not installed: python run.py run installs them"
+        )
+    return str(found[0])
+
+
 if __name__ == "__main__":
+    if python := other_python(Path(__file__).resolve().parent.parent):
+        sys.exit(subprocess.call([python, *sys.argv]))
     sys.exit(main())

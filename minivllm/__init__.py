@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (e5d6db70): edit the chapter.
+# Exported from chapters/14_llm.py (451733eb): edit the chapter.
 """minivllm: a small inference engine that reuses work, exported from a book."""
 
 from importlib import import_module
@@ -24,3 +24,8 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported yet or not."""
+    return sorted({*globals(), *_HOMES})

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (b09aee46): edit the chapter.
+# Exported from chapters/14_llm.py (474f7b6b): edit the chapter.
 """The command line: `minivllm generate`."""
 
 import json
@@ -79,7 +79,8 @@ def generate(
 
     outputs = LLM(model, **options).generate(prompt, params)
     for output in outputs:
-        show(asdict(output), as_json)
+        metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
+        show(asdict(output) | {"metrics": metrics}, as_json)
     if any(output.outputs[0].finish_reason == "error" for output in outputs):
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (f428ae5d): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (ab3389b7): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -47,6 +47,10 @@ def find_model(name: str | Path) -> Path:
     name = str(name)
     if name == DEFAULT_MODEL:
         return _packaged_model()
+    if not name.strip():
+        raise LoadError(
+            f"no model named: give a folder, a .gguf file or {DEFAULT_MODEL}"
+        )
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return path

@@ -1001,3 +1001,17 @@ def test_nbval_runs_each_notebook_on_its_own_stage(ran: Path) -> None:
     lies = [("FAILED", f"03_c.ipynb::Cell {i}") for i in (2, 3, 4, 5)]
     assert told[:4] == lies, done.stdout + done.stderr
     assert len(told[4:]) == 4 + 2 + 3 and {x for x, _ in told[4:]} == {"PASSED"}
+
+
+def test_a_python_without_the_packages_hands_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy that `run.py` prints works when it is typed outside the environment."""
+    assert book.other_python(tmp_path) == ""
+    monkeypatch.setattr(book, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"run\.py run installs them"):
+        book.other_python(tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert book.other_python(tmp_path) == str(python)

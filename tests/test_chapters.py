@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,3 +147,17 @@ def long_functions(path: Path, text: str) -> Iterator[tuple[int, str]]:
             if lines > 15:
                 spot = f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
                 yield lines, f"{spot} {node.name}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "chapters/index.md"])
+def test_tables_name_each_chapters_modules(page: str) -> None:
+    """What the README and the home page say a chapter builds is what it exports."""
+    exported: dict[int, set[str]] = {}
+    for module in book.build_package(ROOT).values():
+        exported.setdefault(module.chapter, set()).add(module.name)
+    text = (ROOT / page).read_text("utf-8")
+    for chapter in (int(path.name[:2]) for path in CHAPTERS):
+        rows = re.findall(rf"^\| {chapter} \|.*$", text, re.MULTILINE)
+        assert len(rows) == 1, f"{page}: one row for chapter {chapter}"
+        said = set(re.findall(r"`(\w+\.py)`", rows[0]))
+        assert said == exported.get(chapter, set()), f"{page}, chapter {chapter}"

@@ -35,6 +35,7 @@ def test_the_capital_of_france(smollm2_path):
     answer = json.loads(result.stdout)
     assert "Paris" in answer["outputs"][0]["text"]
     assert answer["num_cached_tokens"] == 0 and answer["schema_version"] == 1
+    assert answer["metrics"]["e2e_s"] >= answer["metrics"]["ttft_s"] > 0
     assert answer["finished"] and answer["prompt"] == "The capital of France is"
 
 
@@ -55,6 +56,7 @@ def test_several_prompts(capsys):
     [
         (["--model", "nowhere.gguf"], "nowhere.gguf"),
         (["--model", "/nowhere"], "/nowhere"),
+        (["--model", ""], "no model named"),
         (["--index", "radics"], "radics"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--max-tokens", "many"], "--max-tokens"),
@@ -111,5 +113,6 @@ def test_import_is_light_and_names_are_found():
         == 0
     )
     assert all(getattr(minivllm, name) for name in minivllm.__all__)
+    assert set(minivllm.__all__) <= set(dir(minivllm))
     with pytest.raises(AttributeError, match="no attribute"):
         _ = minivllm.nothing
