@@ -332,8 +332,8 @@ def fetch_scripts(steps, root):
         command += ["--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=0"]
         done = subprocess.run(command, capture_output=True, env=environment(False))
         if done.returncode:
-            said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
-            steps.show("npm: " + said[0])
+            said = (done.stderr or b"").decode("utf-8", "replace").split("\n")
+            steps.show("npm: " + said[0].strip())
             steps.show(
                 "so the site's live cells will not run; the next run tries again"
             )

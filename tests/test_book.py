@@ -1006,7 +1006,7 @@ def test_nbval_runs_each_notebook_on_its_own_stage(ran: Path) -> None:
 def test_a_python_without_the_packages_hands_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remedy that `run.py` prints works when it is typed outside the environment."""
+    """The remedy that `run.py` prints works outside the environment too."""
     assert book.other_python(tmp_path) == ""
     monkeypatch.setattr(book, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"run\.py run installs them"):

@@ -330,7 +330,7 @@ def test_a_taken_port_is_named(
     """Another program may serve on 8000."""
     monkeypatch.setattr(run, "build_book", lambda *_: None)
     assert run.main(["site", "--port", "70000"], root) == 2
-    assert "choose another with --port" in one_line(capsys)
+    assert "python3 run.py site --port 8000" in one_line(capsys)
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -346,7 +346,9 @@ def test_scripts_are_fetched_once_or_missed_without_harm(
 
     def npm(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         calls.append(command)
-        return subprocess.CompletedProcess(command, code)
+        return subprocess.CompletedProcess(
+            command, code, b"", b"npm error no network\n"
+        )
 
     monkeypatch.setattr(run, "npm_of", lambda _: ["npm"])
     monkeypatch.setattr(run.subprocess, "run", npm)
