@@ -158,8 +158,8 @@ def time_once(
     trial: Trial, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
     """Seconds for one operation, and the count that the work returned."""
-    trial.prepare()
     gc.collect()
+    trial.prepare()
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -234,10 +234,14 @@ def measure(
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     readings: dict[str, list[float]] = {name: [] for name in trials}
     counts = dict.fromkeys(trials, 0.0)
-    for number in range(warmups + repeats):
-        for name in list(trials)[:: -1 if number % 2 else 1]:
-            reading, counts[name] = time_once(trials[name], clock)
-            readings[name].append(reading)
+    gc.freeze()  # what is there stays: a collection looks at nothing older
+    try:
+        for number in range(warmups + repeats):
+            for name in list(trials)[:: -1 if number % 2 else 1]:
+                reading, counts[name] = time_once(trials[name], clock)
+                readings[name].append(reading)
+    finally:
+        gc.unfreeze()
     return {
         name: Measurement(tuple(values[warmups:]), counts[name])
         for name, values in readings.items()
@@ -392,12 +396,15 @@ def commit() -> str:
 
 
 # %% [markdown]
-# ## Three kinds of traffic
+# ## Four kinds of traffic
 #
 # Now the thing that we wanted to measure. "A match" depends on what is in the tree, so the
 # loads are a part of the procedure. Three shapes cover what caches meet: many prompts behind
-# one system prompt; conversations, whose every turn repeats all turns before it; and prompts that
-# have nothing in common. They are drawn from a seed, so that two runs measure the same.
+# one system prompt; conversations, whose every turn repeats all turns before it; and prompts
+# that have nothing in common. The fourth is the worst case of the second. Our tree keeps a
+# conversation in one node as long as nothing branches off, and would be measured at its best.
+# So in the fourth load every turn has been answered twice, and the path to the last one runs
+# through 64 nodes, in anybody's tree. All are drawn from a seed: two runs measure the same.
 
 # %% export="bench_cache.py"
 """The loads of `minivllm bench cache`, and what is done with them."""
@@ -420,17 +427,22 @@ def draw_tokens(rng: Random, num_tokens: int) -> "array[int]":
     return array("i", array("H", rng.randbytes(2 * num_tokens)))
 
 
+ELSE = array("i", range(65_536, 65_552))  # a page of ids that are never drawn
+
+
 @dataclass(frozen=True)
 class Load:
     """Sequences to enter, `step` tokens at a time (0: at once), all of them in turn.
 
-    `renewed` gives sequences that are not entered: each with `tail` new last tokens.
+    With `fork` something else branches off after each step. `renewed` gives sequences
+    that are not entered: each with `tail` new last tokens.
     """
 
     name: str
     sequences: tuple["array[int]", ...]
     tail: int
     step: int = 0
+    fork: bool = False
 
     def entries(self) -> Iterator["array[int]"]:
         """What is entered, in its order. Copies, so that no cache can keep ours."""
@@ -438,6 +450,8 @@ class Load:
         for end in range(self.step or length, length + 1, self.step or length):
             for sequence in self.sequences:
                 yield sequence[:end]
+                if self.fork:
+                    yield sequence[:end] + ELSE
 
     def renewed(self, seed: object, limit: int = 100) -> list["array[int]"]:
         """The first sequences, with new last tokens for each seed."""
@@ -447,7 +461,7 @@ class Load:
 
 
 def make_loads(seed: int = 0, scale: float = 1.0) -> list[Load]:
-    """The three loads; `scale` multiplies how many sequences, and turns, they have."""
+    """The four loads; `scale` multiplies how many sequences, and turns, they have."""
     rng = Random(f"loads {seed}")
     many, few, turns = (max(2, round(n * scale)) for n in (1000, 20, 64))
     head = draw_tokens(rng, 2048)
@@ -457,6 +471,7 @@ def make_loads(seed: int = 0, scale: float = 1.0) -> list[Load]:
     return [
         Load("shared", shared, tail=2048),
         Load("conversations", talks, tail=512, step=512),
+        Load("answered twice", talks, tail=512, step=512, fork=True),
         Load("unshared", unshared, tail=2048),
     ]
 
@@ -508,8 +523,9 @@ class OwnTree:
         return self.cache.insert(*key)
 
     def evict(self, num_tokens: int) -> int:
-        """Make room; the tokens that went."""
-        return len(self.cache.evict(num_tokens))
+        """Make room, as the engine does, in pages; the tokens that went."""
+        size = self.cache.page_size
+        return size * len(self.cache.evict_pages(-(-num_tokens // size)))
 
     def untraced_bytes(self) -> int:
         """None: it holds bytes and arrays."""
@@ -525,8 +541,8 @@ OWN_TREES: dict[str, MakeTree] = {
 # %% [markdown]
 # The operations. A look-up comes in two kinds: a prompt whose beginning is known and whose
 # tail is new, and a prompt that was seen before, whole. An insertion enters a new tail behind
-# what is known. For the conversations that is a 64th turn behind 63 others, at
-# 32,768 tokens. In each repeat the tails are new ones, or the second repeat would measure
+# what is known: for the conversations a 64th turn, at 32,768 tokens, behind 63 others. In each
+# repeat the tails are new ones, or the second repeat would measure
 # an insertion that finds everything there.
 
 
@@ -563,7 +579,11 @@ def insert_trial(tree: Tree, load: Load) -> Trial:
 
 # %% export="bench_cache.py"
 def evict_trial(
-    tree: Tree, supply: Iterator["array[int]"], num_leaves: int, num_tokens: int, ops: int
+    tree: Tree,
+    supply: Iterator["array[int]"],
+    num_leaves: int,
+    num_tokens: int,
+    ops: int,
 ) -> Trial:
     """Evict `num_tokens` at a time, `ops` times, from a tree of so many leaves."""
     missing = num_leaves
@@ -601,7 +621,6 @@ def random_sequences(seed: object, num_tokens: int) -> Iterator["array[int]"]:
 # %% export="bench_cache.py"
 def bytes_per_token(make: MakeTree, page_size: int, load: Load) -> Measurement:
     """What a filled tree holds, keys included, for each token in it."""
-    gc.collect()
     tracemalloc.start()
     tree = make(page_size)
     num_tokens = fill(tree, load)
@@ -711,7 +730,7 @@ class CacheBench:
         yield from self._request_rows()
 
     def _rows(self, what: tuple[str, str, int], trials: dict[str, Trial]) -> list[Row]:
-        return make_rows(what, measure(trials, self.repeats))
+        return make_rows(what, measure(trials, self.repeats)) if trials else []
 
     def _makers(self, page_size: int) -> dict[str, MakeTree]:
         hidden = {"hash"} if page_size == 1 else set()
@@ -941,8 +960,8 @@ def load_peer(name: str, places: tuple[str, ...] = ()) -> str:
     """
     found = next(iter(distributions(name=name, path=[*places, *sys.path])), None)
     if found is None:
-        where = ", ".join(places) or "no --peer-path given"
-        raise PeerAbsent(f"not installed, not found ({where})")
+        where = f"not in {', '.join(places)}" if places else "no --peer-path"
+        raise PeerAbsent(f"not installed, {where}")
     place = str(found.locate_file("")).rstrip("/")
     try:
         import torch  # both keep or describe tensors
@@ -1048,9 +1067,7 @@ class VllmManager:
             skip_reading_prefix_cache=False,
         )
         self.num_requests += 1
-        return self.new_request(
-            str(self.num_requests), list(token_ids), params, None
-        )
+        return self.new_request(str(self.num_requests), list(token_ids), params, None)
 
     def serve(self, request: Any) -> int:
         """Hash, look up, allocate, free; the tokens found."""

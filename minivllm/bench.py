@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (7d157ac2): edit the chapter.
+# Exported from chapters/15_measuring.py (888bf066): edit the chapter.
 """Measuring: several contestants, in turn, in one process, with their spread."""
 
 import gc
@@ -34,8 +34,8 @@ def time_once(
     trial: Trial, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
     """Seconds for one operation, and the count that the work returned."""
-    trial.prepare()
     gc.collect()
+    trial.prepare()
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -98,10 +98,14 @@ def measure(
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     readings: dict[str, list[float]] = {name: [] for name in trials}
     counts = dict.fromkeys(trials, 0.0)
-    for number in range(warmups + repeats):
-        for name in list(trials)[:: -1 if number % 2 else 1]:
-            reading, counts[name] = time_once(trials[name], clock)
-            readings[name].append(reading)
+    gc.freeze()  # what is there stays: a collection looks at nothing older
+    try:
+        for number in range(warmups + repeats):
+            for name in list(trials)[:: -1 if number % 2 else 1]:
+                reading, counts[name] = time_once(trials[name], clock)
+                readings[name].append(reading)
+    finally:
+        gc.unfreeze()
     return {
         name: Measurement(tuple(values[warmups:]), counts[name])
         for name, values in readings.items()

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (98319c09): edit the chapter.
+# Exported from chapters/15_measuring.py (aae0defc): edit the chapter.
 """The loads of `minivllm bench cache`, and what is done with them."""
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ def draw_tokens(rng: Random, num_tokens: int) -> array[int]:
     return array("i", array("H", rng.randbytes(2 * num_tokens)))
 
 
+ELSE = array("i", range(65_536, 65_552))  # a page of ids that are never drawn
+
+
 @dataclass(frozen=True)
 class Load:
     """Sequences to enter, `step` tokens at a time (0: at once), all of them in turn.
 
-    `renewed` gives sequences that are not entered: each with `tail` new last tokens.
+    With `fork` something else branches off after each step. `renewed` gives sequences
+    that are not entered: each with `tail` new last tokens.
     """
 
     name: str
     sequences: tuple[array[int], ...]
     tail: int
     step: int = 0
+    fork: bool = False
 
     def entries(self) -> Iterator[array[int]]:
         """What is entered, in its order. Copies, so that no cache can keep ours."""
@@ -40,6 +45,8 @@ class Load:
         for end in range(self.step or length, length + 1, self.step or length):
             for sequence in self.sequences:
                 yield sequence[:end]
+                if self.fork:
+                    yield sequence[:end] + ELSE
 
     def renewed(self, seed: object, limit: int = 100) -> list[array[int]]:
         """The first sequences, with new last tokens for each seed."""
@@ -49,7 +56,7 @@ class Load:
 
 
 def make_loads(seed: int = 0, scale: float = 1.0) -> list[Load]:
-    """The three loads; `scale` multiplies how many sequences, and turns, they have."""
+    """The four loads; `scale` multiplies how many sequences, and turns, they have."""
     rng = Random(f"loads {seed}")
     many, few, turns = (max(2, round(n * scale)) for n in (1000, 20, 64))
     head = draw_tokens(rng, 2048)
@@ -59,6 +66,7 @@ def make_loads(seed: int = 0, scale: float = 1.0) -> list[Load]:
     return [
         Load("shared", shared, tail=2048),
         Load("conversations", talks, tail=512, step=512),
+        Load("answered twice", talks, tail=512, step=512, fork=True),
         Load("unshared", unshared, tail=2048),
     ]
 
@@ -103,8 +111,9 @@ class OwnTree:
         return self.cache.insert(*key)
 
     def evict(self, num_tokens: int) -> int:
-        """Make room; the tokens that went."""
-        return len(self.cache.evict(num_tokens))
+        """Make room, as the engine does, in pages; the tokens that went."""
+        size = self.cache.page_size
+        return size * len(self.cache.evict_pages(-(-num_tokens // size)))
 
     def untraced_bytes(self) -> int:
         """None: it holds bytes and arrays."""
@@ -144,7 +153,11 @@ def insert_trial(tree: Tree, load: Load) -> Trial:
 
 
 def evict_trial(
-    tree: Tree, supply: Iterator[array[int]], num_leaves: int, num_tokens: int, ops: int
+    tree: Tree,
+    supply: Iterator[array[int]],
+    num_leaves: int,
+    num_tokens: int,
+    ops: int,
 ) -> Trial:
     """Evict `num_tokens` at a time, `ops` times, from a tree of so many leaves."""
     missing = num_leaves
@@ -176,7 +189,6 @@ def random_sequences(seed: object, num_tokens: int) -> Iterator[array[int]]:
 
 def bytes_per_token(make: MakeTree, page_size: int, load: Load) -> Measurement:
     """What a filled tree holds, keys included, for each token in it."""
-    gc.collect()
     tracemalloc.start()
     tree = make(page_size)
     num_tokens = fill(tree, load)
@@ -208,11 +220,10 @@ class OwnManager:
 
     def serve(self, request: array[int]) -> int:
         """Find, acquire, publish, release."""
-        lease = self.cache.acquire(request)
-        found = lease.num_shared * self.cache.page_size
-        self.cache.grow(lease, len(request))
+        match = self.cache.find(request)
+        lease = self.cache.acquire(match, len(request))
         self.cache.release(lease, request, len(request))
-        return found
+        return match.matched_len
 
 
 MakeManager = Callable[[int, int], Manager]  # from a number of pages, and their size
@@ -272,7 +283,7 @@ class CacheBench:
         yield from self._request_rows()
 
     def _rows(self, what: tuple[str, str, int], trials: dict[str, Trial]) -> list[Row]:
-        return make_rows(what, measure(trials, self.repeats))
+        return make_rows(what, measure(trials, self.repeats)) if trials else []
 
     def _makers(self, page_size: int) -> dict[str, MakeTree]:
         hidden = {"hash"} if page_size == 1 else set()

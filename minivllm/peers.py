@@ -1,12 +1,10 @@
-# Exported from chapters/15_measuring.py (9893cae8): edit the chapter.
+# Exported from chapters/15_measuring.py (286abe58): edit the chapter.
 """Prefix caches of other engines, to be measured in the process that measures ours.
 
 Taken from what is installed, or from a wheel or folder that need not be installed. Only
 the modules of the cache are run. What else these import (kernels, configuration,
 servers) is replaced by stand-ins.
 """
-
-from __future__ import annotations
 
 import sys
 from array import array
@@ -136,8 +134,8 @@ def load_peer(name: str, places: tuple[str, ...] = ()) -> str:
     """
     found = next(iter(distributions(name=name, path=[*places, *sys.path])), None)
     if found is None:
-        where = ", ".join(places) or "no --peer-path given"
-        raise PeerAbsent(f"not installed, not found ({where})")
+        where = f"not in {', '.join(places)}" if places else "no --peer-path"
+        raise PeerAbsent(f"not installed, {where}")
     place = str(found.locate_file("")).rstrip("/")
     try:
         import torch  # both keep or describe tensors
@@ -169,16 +167,16 @@ class SglangTree:
             mock_allocator=allocator, page_size=page_size
         )
 
-    def encode(self, token_ids: array[int]) -> tuple[array[int], Any]:
+    def encode(self, token_ids: Sequence[int]) -> tuple[Any, Any]:
         """The ids in 64 bits; a slot for each token, in a tensor."""
         return array("q", token_ids), self.torch.arange(len(token_ids))
 
-    def match(self, key: tuple[array[int], Any]) -> int:
+    def match(self, key: tuple[Any, Any]) -> int:
         """Look up; the tokens found."""
         asked = self.api.MatchPrefixParams(key=self.new_key(key[0]))
         return int(self.tree.match_prefix(asked).device_prefix_len)
 
-    def insert(self, key: tuple[array[int], Any]) -> int:
+    def insert(self, key: tuple[Any, Any]) -> int:
         """Enter; the tokens that were there."""
         given = self.api.InsertParams(key=self.new_key(key[0]), value=key[1])
         return int(self.tree.insert(given).prefix_len)
@@ -222,7 +220,7 @@ class VllmManager:
         self.new_request = import_module("vllm.v1.request").Request
         self.num_requests = 0
 
-    def request(self, token_ids: array[int]) -> Any:
+    def request(self, token_ids: Sequence[int]) -> Any:
         """A request whose blocks have no hashes yet."""
         params = SimpleNamespace(
             max_tokens=1,
@@ -231,9 +229,7 @@ class VllmManager:
             skip_reading_prefix_cache=False,
         )
         self.num_requests += 1
-        return self.new_request(
-            str(self.num_requests), token_ids.tolist(), params, None
-        )
+        return self.new_request(str(self.num_requests), list(token_ids), params, None)
 
     def serve(self, request: Any) -> int:
         """Hash, look up, allocate, free; the tokens found."""
