@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (c2e15e29): edit the chapter.
+# Exported from chapters/15_measuring.py (50aabce1): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -63,9 +63,13 @@ def cache(
         seed,
     )
     rows = list(tell(work.rows(), guests.absent, sys.stderr if as_json else sys.stdout))
-    facts = {"repeats": repeats, "scale": scale, "seed": seed}
-    peers = {"peers": guests.versions, "absent": guests.absent}
-    keep(make_record("minivllm bench cache", rows, **facts, **peers), record, as_json)
+    facts: dict[str, Any] = {"repeats": repeats, "scale": scale, "seed": seed}
+    given = [f"--{name} {value}" for name, value in facts.items()]
+    given += [f"--page-size {size}" for size in work.page_sizes]
+    given += [f"--peer {name}" for name in peer or []]
+    facts |= {"peers": guests.versions, "absent": guests.absent}
+    command = " ".join(["minivllm bench cache", *given])
+    keep(make_record(command, rows, **facts), record, as_json)
 
 
 def quantity(value: float, unit: str) -> str:

@@ -39,7 +39,7 @@ class Clock:
         return self.now
 
     def work(self, *seconds: float):
-        """Work that takes these times, one after the other, and says how often it ran."""
+        """Work that takes these times, one by one, and says how often it ran."""
         left, ran = list(seconds), []
 
         def once() -> int:
@@ -287,6 +287,7 @@ def test_bench_cache_prints_a_record_and_keeps_it(capsys, tmp_path):
     record = json.loads(out)
     assert code == 0 and json.loads(path.read_text("utf-8")) == record
     assert record["schema_version"] == 1 and record["repeats"] == 2
+    assert record["command"].endswith("--scale 0.002 --seed 5 --page-size 16")
     assert record["seed"] == 5 and record["peers"] == record["absent"] == {}
     assert {field.name for field in dataclasses.fields(bench.Row)} == set(
         record["rows"][0]
