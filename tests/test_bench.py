@@ -144,6 +144,8 @@ def test_loads_are_the_same_for_a_seed_and_renewed_tails_are_new():
     one, again, other = make_loads(1, 0.01), make_loads(1, 0.01), make_loads(2, 0.01)
     assert one == again and one != other
     for load in one:
+        entered = list(load.entries())
+        assert not any(ids is own for ids in entered for own in load.sequences)
         renewed = load.renewed("x")
         assert renewed == load.renewed("x") != load.renewed("y")
         for old, new in zip(load.sequences, renewed, strict=False):
@@ -325,7 +327,7 @@ def test_bench_cache_for_people_and_an_absent_peer(capsys, monkeypatch):
         (["cache", "--scale", "two"], "--scale"),
         (["cache", "--page-size", "0"], "page sizes"),
         (["cache", "--peer", "llama"], "sglang, vllm"),
-        (["cache", "--record", "/nowhere/cache.json"], "/nowhere"),
+        (["cache", *TINY, "--record", "/nowhere/cache.json"], "no folder /nowhere"),
         (["cash"], "cash"),
         (["cache", "--no-such-option"], "no-such-option"),
     ],
@@ -364,11 +366,11 @@ def wheel(tmp_path, monkeypatch):
             "guest/deep/tree.py",
             "import nowhere_to_be_found.fast as fast\n"
             "from guest.kernels import launch, Config\n"
-            "from guest import deep\n"
+            "from guest.deep import pages\n"
             "class Tree(Config[int], fast.Base, key=1):\n"
             "    @fast.traced(level=3)\n"
             "    def other(self): ...\n"
-            "    def match(self): launch(fast.x.y); return deep.pages.SIZE\n",
+            "    def match(self): launch(fast.x.y); return pages.SIZE\n",
         )
         made.writestr("guest/deep/pages.py", "SIZE = 16")
         made.writestr("guest-1.2.dist-info/METADATA", "Name: guest\nVersion: 1.2\n")
