@@ -18,7 +18,7 @@ print(same, "of", len(first), "are equal")
 # %% [markdown]
 # Chapter 1 gave the reason why this guess is wrong: a token's keys and values depend on
 # everything before it. Tokens 101 to 492 are equal as tokens, and different as K/V. What
-# we may reuse ends at token 99. About a fifth.
+# we may reuse ends at token 99. That is about a fifth.
 #
 # How does an engine find that out? It holds the K/V of thousands of old prompts, and
 # cannot lay a new prompt beside each of them, token by token. It wants to look the answer
@@ -52,13 +52,15 @@ print(len(pages_of(first)), "full pages and", len(first) % PAGE, "tokens over")
 # moment later. They cannot be shared, and the next request computes them again.
 #
 # That is a price, and the page size sets it. Small pages lose little and need many names;
-# large pages the other way round. For our prompt, and for one of 1,039 tokens:
+# large pages the other way round. For our prompt, and beside it one of 1,039 tokens:
 
 # %% name="over"
+print("page size: names + tokens over")
 for size in (1, 4, 16, 64, 256):
-    counts = [(n // size, n % size) for n in (493, 1_039)]
-    print(f"page {size:3}:", *(f"{p:5} names, {o:3} over;" for p, o in counts))
-print(f"at most {PAGE - 1} of 1,039 tokens are over: {(PAGE - 1) / 1_039:.1%}")
+    short_one, long_one = divmod(493, size), divmod(1_039, size)
+    print(f"{size:4}: {short_one[0]:5} + {short_one[1]:3}", end=" ")
+    print(f"· {long_one[0]:5,} + {long_one[1]:2}")
+print(f"{PAGE - 1} of 1,039: {(PAGE - 1) / 1_039:.1%}")
 
 # %% [markdown]
 # At page size 16 at most [15](#over) tokens of any prompt are left over. For 1,039 tokens
@@ -163,14 +165,13 @@ draw_rows(
 # ### Bytes, so that nothing can be read in two ways
 #
 # Before a token can be hashed it must become bytes. The quick way is to print the list
-# and hash the text. It has two faults, and one of them is a bug:
+# and hash the text. Two things can go wrong, in opposite directions:
 
 # %% name="as-text"
 joined = ["".join(map(str, ids)) for ids in ([1, 23], [12, 3])]
-print("joined without a separator:", joined)
-print(
-    "equal lists, other text:   ", [1, 23] == [True, 23], str([1, 23]), str([True, 23])
-)
+print("joined, no separator:", joined)
+same, texts = [1, 23] == [True, 23], [str([1, 23]), str([True, 23])]
+print("equal lists:", same, "· their texts:", *texts)
 text, raw = str(first).encode(), array("i", first).tobytes()
 print(f"one prompt: {len(text):,} bytes of text, {len(raw):,} raw")
 
@@ -188,13 +189,15 @@ print(f"one prompt: {len(text):,} bytes of text, {len(raw):,} raw")
 # %% name="text-time"
 from timeit import repeat
 
+
+def best_us(way, number: int = 500) -> str:
+    """The best of seven, per call."""
+    return f"≈ {min(repeat(way, number=number, repeat=7)) / number * 1e6:.2f} µs"
+
+
 ids = array("i", first)
-ways = {
-    "as text": lambda: hashlib.blake2b(str(first).encode(), digest_size=16).digest(),
-    "as raw bytes": lambda: hashlib.blake2b(ids.tobytes(), digest_size=16).digest(),
-}
-for label, way in ways.items():
-    print(f"{label:12} ≈ {min(repeat(way, number=200, repeat=5)) / 200 * 1e6:.1f} µs")
+print("as text:     ", best_us(lambda: hashlib.blake2b(str(first).encode()).digest()))
+print("as raw bytes:", best_us(lambda: hashlib.blake2b(ids.tobytes()).digest()))
 
 # %% [markdown]
 # So the module begins with the bytes. On the rare machine that stores integers with the
@@ -231,30 +234,17 @@ def token_bytes(token_ids: TokenIds) -> bytes:
 
 
 # %% name="copied"
-long_prompt, empty = bytes(4 * 4_096), blake2b(digest_size=16)
+data, empty = bytes(80), blake2b(digest_size=16)
 
 
-def chain_of(start) -> bytes:
-    """The last of 256 names; `start(data)` is a hash object that has read the data."""
-    name = b""
-    for at in range(0, len(long_prompt), 64):
-        name = start(name + long_prompt[at : at + 64]).digest()
-    return name
-
-
-def copied(data: bytes):
+def copied() -> bytes:
     fresh = empty.copy()
     fresh.update(data)
-    return fresh
+    return fresh.digest()
 
 
-ways = {
-    "made for each name": lambda: chain_of(lambda data: blake2b(data, digest_size=16)),
-    "made once, copied": lambda: chain_of(copied),
-}
-for label, way in ways.items():
-    best = min(repeat(way, number=50, repeat=7)) / 50
-    print(f"4,096 tokens, hash object {label:18} ≈ {best * 1e6:.0f} µs")
+print("made each time:", best_us(lambda: blake2b(data, digest_size=16).digest()))
+print("copied:        ", best_us(copied))
 
 # %% [markdown]
 # Making the object, with its parameters to be read and checked, is a good part of the
@@ -281,7 +271,7 @@ def page_name(past: bytes, page: bytes) -> bytes:
 def root_hash(extra_key: ExtraKey = None) -> bytes:
     """The name of the empty past under `extra_key` (cache salt, adapter, image)."""
     check_extra_key(extra_key)
-    salt = b"" if extra_key is None else repr(extra_key).encode()
+    salt = b"" if extra_key is None else ascii(extra_key).encode()
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
 
@@ -464,8 +454,9 @@ print("with str(key):", len({str(key) for key in [1, "1"]}), "name for 1 and '1'
 
 # %% [markdown]
 # All [300](#disjoint) names are different. Look at the keys, though. Text `"1"` and the
-# number 1 are two keys, and `str` would have made [1](#disjoint) of them; `repr`, which
-# writes the quotes, keeps them apart. So do `("a", "b")` and `("ab",)`, which glued
+# number 1 are two keys, and `str` would have made [1](#disjoint) of them; `ascii`, which
+# writes the quotes, keeps them apart. (So does `repr`, but which letters it writes as
+# escapes depends on the version of Python.) So do `("a", "b")` and `("ab",)`, which glued
 # together would read the same. A key is built by programs from parts: an adapter and a
 # salt, say. If the parts are put side by side without saying which is which, an adapter
 # called *x* and a salt called *x* are one key. In 2026 vLLM and SGLang both had reports
@@ -478,7 +469,7 @@ print("with str(key):", len({str(key) for key in [1, "1"]}), "name for 1 and '1'
 from minivllm.hashing import page_hashes
 
 for key in (None, "", 1, "1", ("1",)):
-    print(f"{key!r:8}", page_hashes(range(32), 16, key)[-1].hex())
+    print(f"{key!r:6}", page_hashes(range(32), 16, key)[-1].hex()[:16])
 
 # %% [markdown]
 # One refinement we leave out. vLLM mixes the salt into the first block only, as here, but
@@ -492,29 +483,22 @@ for key in (None, "", 1, "1", ("1",)):
 # the copies of the empty hash: one for each name.
 
 # %% name="growing"
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from minivllm import hashing
 
-
-class Counting:
-    """Stands in for the empty hash and counts the names made from it."""
-
-    def __init__(self) -> None:
-        self.names = 0
-
-    def copy(self):
-        self.names += 1
-        return blake2b(digest_size=DIGEST_BYTES)
+whole = array("i", first + [7] * 128)
 
 
 def hashes_made(rename) -> int:
     """The hashes that `rename(names, tokens)` makes while 128 tokens are decoded."""
-    with patch.object(hashing, "_EMPTY", Counting()) as empty:
+    counting = Mock(wraps=blake2b(digest_size=DIGEST_BYTES))
+    with patch.object(hashing, "_EMPTY", counting):
         names = hashing.page_hashes(first, PAGE)
-        for length in range(len(first) + 1, len(first) + 129):
-            names = rename(names, array("i", range(length)))
-    return empty.names
+        for length in range(len(first) + 1, len(whole) + 1):
+            names = rename(names, whole[:length])
+    assert names == page_hashes(whole, PAGE)
+    return counting.copy.call_count
 
 
 def anew(names, tokens):
@@ -595,10 +579,12 @@ print(f"{len(random_pages):,} pages, {len(names_made):,} names")
 
 # %% [markdown]
 # [20,000](#quick) random pages, as many names: it spreads well. Every test that we are
-# likely to write would pass. But prompts are not random; people choose them. And here the
-# last three tokens of a page are the last three digits of a number in base 49,157, and
-# three digits are enough to count to 2³². Whatever comes before, they can be chosen such
-# that the sum comes out as any name that one wants. No search, one division:
+# likely to write would pass. But prompts are not random; people choose them. Written out,
+# the name of a page of tokens t₀ to t₁₅ is past·B¹⁶ + t₀·B¹⁵ + … + t₁₃·B² + t₁₄·B + t₁₅,
+# modulo 2³². Each token moves it by an amount that anyone can work out. The last three
+# are three digits in base B, and three such digits count beyond 2³². So whatever comes
+# before, they can be chosen such that the sum comes out as any name that one wants. No
+# search, two divisions:
 
 
 # %% name="forge"
@@ -612,9 +598,9 @@ def forge(past: int, start: list[int], wanted: int) -> list[int]:
 rules = [rng.randrange(49_152) for _ in range(5 * PAGE)]  # a shop's system prompt
 bad_start = [666] * 13  # what a stranger wants the model to read instead
 forged = forge(0, bad_start, wanted=quick_name(0, rules[:PAGE]))
-print("the page ends in", forged[-3:], "· all are token ids:", max(forged) < 49_152)
-print("name of the rules' page 0:", f"{quick_name(0, rules[:PAGE]):08x}")
-print("name of the forged page:  ", f"{quick_name(0, forged):08x}")
+print("it ends in", forged[-3:], "· valid ids:", max(forged) < 49_152)
+print(f"the rules' page 0: {quick_name(0, rules[:PAGE]):08x}")
+print(f"the forged page:   {quick_name(0, forged):08x}")
 
 # %% [markdown]
 # The stranger sends this page, followed by the rules' other four pages as they are. From
@@ -623,9 +609,10 @@ print("name of the forged page:  ", f"{quick_name(0, forged):08x}")
 # the shop's customers come.
 #
 # Our table gives a prompt the pages that it finds, and enters those that it had to
-# compute. How carefully it looks before it says *found* is a parameter. To count the
-# damage each entry remembers under which tokens it was really computed; a real table does
-# not know.
+# compute. How carefully it looks before it says *found* is a parameter: it may compare
+# the name only, the tokens as well, or name, tokens and the page before, the *parent*. To
+# count the damage, each entry remembers under which tokens it was really computed; a real
+# table does not know.
 
 # %% name="damage"
 from dataclasses import dataclass
@@ -639,9 +626,9 @@ class Known:
 
 
 CHECKS = {
-    "the name": lambda known, page, parent: True,
-    "and the tokens": lambda known, page, parent: known.page == page,
-    "and the parent": lambda known, page, parent: (
+    "name": lambda known, page, parent: True,
+    "name, tokens": lambda known, page, parent: known.page == page,
+    "all three": lambda known, page, parent: (
         known.page == page and known.parent is parent
     ),
 }
@@ -665,7 +652,7 @@ for label, check in CHECKS.items():
     table: dict[int, Known] = {}
     serve(table, forged + rules[PAGE:], check)  # the stranger comes first
     served[label] = serve(table, rules, check)  # then a customer of the shop
-    print(f"compared: {label:15} wrong pages: {served[label].count(False)} of 5")
+    print(f"{label:12} compared: {served[label].count(False)} of 5 wrong")
 
 # %% tags=["hide-input"]
 spoken: dict[str, list[int]] = {"the rules": [], "the forgery": []}
@@ -676,14 +663,14 @@ for whose, tokens in zip(spoken, (rules, forged + rules[PAGE:]), strict=True):
         spoken[whose].append(name)
 draw_rows(
     [
-        (whose, [(i, 1, "plain", f"{name:08x}") for i, name in enumerate(names)])
+        (whose, [(i, 1, "plain", f"{name:08x}"[:4]) for i, name in enumerate(names)])
         for whose, names in spoken.items()
     ]
     + [
         (label, [(i, 1, "published" if ok else "lost", "") for i, ok in enumerate(oks)])
         for label, oks in served.items()
     ],
-    unit=84,
+    unit=48,
     caption="Above, the names of both prompts: the same, though their first pages differ. "
     "Below, what the shop's customer gets when the table compares the name only, also the "
     "tokens, also the parent. Red: K/V computed behind the stranger's beginning.",
@@ -727,7 +714,7 @@ def short(count: float) -> str:
 
 for bits in (32, 64, 128):
     rare, even = (short(pages_until(bits, chance)) for chance in (1e-6, 0.5))
-    print(f"{bits:3} bits: one in a million at {rare} pages, even at {even}")
+    print(f"{bits:3} bits: 1 in a million at {rare}, even at {even}")
 
 # %% [markdown]
 # A formula in a book about runs should be tried. We cut BLAKE2b to a few bits, name page
@@ -750,9 +737,7 @@ def pages_before_collision(bits: int, run: int) -> int:
 
 for bits in (12, 16, 20, 24):
     found = [pages_before_collision(bits, run) for run in range(51)]
-    print(
-        f"{bits} bits: {median(found):5,} pages; formula {pages_until(bits, 0.5):5,.0f}"
-    )
+    print(f"{bits} bits: {median(found):5,} · formula: {pages_until(bits, 0.5):5,.0f}")
 
 # %% tags=["hide-input"]
 
@@ -785,17 +770,15 @@ draw_rows(
 
 # %% name="compare-time"
 page, twin = raw[:64], bytes(bytearray(raw[:64]))
-past = root_hash()
-for label, way in {
-    "naming a page": lambda: page_name(past, page),
-    "comparing its tokens": lambda: page == twin,
-}.items():
-    print(f"{label:20} ≈ {min(repeat(way, number=20_000, repeat=5)) * 5e4:.0f} ns")
+long_prompt = array("i", range(4_096))
+print("256 pages named:  ", best_us(lambda: page_hashes(long_prompt, PAGE), 50))
+print("one page named:   ", best_us(lambda: page_name(bytes(16), page)))
+print("one page compared:", best_us(lambda: page == twin))
 
 # %% [markdown]
 # On the other side, one wrong answer that shows somebody else's data and looks fluent.
-# And there is a third reason, which has nothing to do with odds. With the comparison, the
-# hash decides only how fast a page is found. Whether it is the *right* page is decided by
+# And there is a reason that has nothing to do with odds. With the comparison, the hash
+# decides only how fast a page is found. Whether it is the *right* page is decided by
 # looking at it. "No two pasts share a name" can't be tested; "an entry counts only if
 # tokens and parent agree" can: a test of chapter 4's table replaces the hash by one that
 # calls every page `x`, and nothing wrong may be found. With such a table even
@@ -852,8 +835,9 @@ assert (date_first, date_last, recomputed) == (0, 64, 15)
 #
 # Somebody finds it odd that `quick_name` uses a prime, and sets `BASE` to 49,152, the
 # size of the vocabulary. Add 1 to each of the 16 tokens of a page in turn: how many of
-# the 16 positions change the page's name now? Does the past change it? Which of the three
-# comparisons is then the only one that tells `french` from `german` on their second page?
+# the 16 positions change the page's name now? Does the past change it? Which of the
+# `CHECKS` is then the only one that keeps `german` from getting the second page of
+# `french`?
 
 
 # %% tags=["solution"] name="even-base"
@@ -871,18 +855,17 @@ seen_by = sum(even_name(0, nudged(i)) != even_name(0, question) for i in range(P
 past_counts = even_name(even_name(0, french[:16]), question) != even_name(
     even_name(0, german[:16]), question
 )
-only_check = "and the parent"
+only_check = "all three"
 print(seen_by, "of 16 positions · the past counts:", past_counts)
 
 # %%
-told = {
-    label: not check(
-        Known(french[16:], Known(french[:16], None, []), []), question, None
-    )
-    for label, check in CHECKS.items()
-}
+entry = Known(question, Known(french[:16], None, french[:16]), french)
+parent = Known(german[:16], None, german[:16])  # where the walk of `german` stands
+refuse = [
+    label for label, check in CHECKS.items() if not check(entry, question, parent)
+]
 assert (seen_by, past_counts) == (3, False)
-assert [label for label, differs in told.items() if differs] == [only_check]
+assert refuse == [only_check]
 
 # %% [markdown]
 # 49,152 is 3·2¹⁴. Its third power is a multiple of 2³², so all but the last

@@ -1,4 +1,4 @@
-# Exported from chapters/02_hashing.py (2a0fabde): edit the chapter.
+# Exported from chapters/02_hashing.py (b0cc1647): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
@@ -31,7 +31,7 @@ def page_name(past: bytes, page: bytes) -> bytes:
 def root_hash(extra_key: ExtraKey = None) -> bytes:
     """The name of the empty past under `extra_key` (cache salt, adapter, image)."""
     check_extra_key(extra_key)
-    salt = b"" if extra_key is None else repr(extra_key).encode()
+    salt = b"" if extra_key is None else ascii(extra_key).encode()
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
 
