@@ -132,17 +132,17 @@ from minivllm.drawing import Steps, draw_rows
 
 
 def row(label, says, middle, answer):
-    beginning = (0, 1, "plain", f"in {says}, please")
+    beginning = (0, 1, "plain", f"in {says}")
     return label, [beginning, (1, 1, *middle), (2, 0.5, "plain", answer)]
 
 
 draw_rows(
     [
-        row("first request", "French", ("plain", "the question"), "merci"),
-        row("second, alone", "German", ("plain", "the question"), "danke"),
-        row("second, by content", "German", ("lost", "K/V of the first"), "merci"),
+        row("first", "French", ("plain", "question"), "merci"),
+        row("second, alone", "German", ("plain", "question"), "danke"),
+        row("by content", "German", ("lost", "first's K/V"), "merci"),
     ],
-    unit=150,
+    unit=96,
     caption="The same page of tokens behind two beginnings. In the last row the page was found "
     "by its content (red): its K/V were computed behind the French beginning, and the answer "
     "follows them.",
@@ -159,8 +159,8 @@ draw_rows(
 # The repair takes one more input: the name of the page before. Page 3's name is made from
 # page 2's name and page 3's tokens; page 2's name from page 1's, and so on. A name then
 # stands for everything from the first token on. It is 16 bytes long and costs one hash of
-# 80 bytes (16 of name, 64 of tokens), however long the past is. Hash chains of this kind
-# are what ties the commits of a Git repository to their history.
+# 80 bytes (16 of name, 64 of tokens), however long the past is. A chain of hashes like
+# this one ties each commit of a Git repository to its history.
 #
 # ### Bytes, so that nothing can be read in two ways
 #
@@ -227,9 +227,9 @@ def token_bytes(token_ids: TokenIds) -> bytes:
 # %% [markdown]
 # ### A link of the chain
 #
-# The hash function is BLAKE2b, cut to 16 bytes. It is in Python's standard library, and
-# nobody knows a way to make two inputs with one output; below we shall see what that is
-# worth. A hash object can be made for each name, or made once and copied while it is
+# The hash function is BLAKE2b, asked for 16 bytes. It is in Python's standard library,
+# and nobody knows a way to make two inputs with one output; below we shall see what that
+# is worth. A hash object can be made for each name, or made once and copied while it is
 # empty:
 
 
@@ -331,6 +331,7 @@ draw_rows(
         (label, [(i, 1, "published" if ok[i] else "lost", str(i)) for i in shown])
         for label, ok in [("by content", looks_reusable), ("by chain", alive)]
     ],
+    unit=26,
     caption="Pages 0 to 11 of the second prompt; green: has the same name as in the first. "
     "Token 100 lies in page 6. By content only page 6 differs, though the K/V of every later "
     "page differ too. By chain, page 6 and all after it have new names.",
@@ -413,10 +414,12 @@ print("hash(-1) == hash(-2):", hash(-1) == hash(-2))
 # ## One key at the root separates whole chains
 #
 # Equal tokens under an equal past have equal K/V, if the model is the same. With a LoRA
-# adapter it is not. Where an image goes in, its placeholder tokens are the same for every
-# image. And two tenants may *want* not to share: who gets an answer sooner than computing
-# it takes learns that somebody else has sent that prompt. So a request may carry an
-# `extra_key`, and pages are shared only among requests with the same one.
+# adapter, a set of small extra weights, it is not. Where an image goes in, its
+# placeholder tokens are the same for every image. And two customers of one server
+# (*tenants*) may want not to share: who gets an answer sooner than computing it takes
+# learns that somebody else has sent that prompt. So a request may carry an `extra_key`,
+# and pages are shared only among requests with the same one. Its usual names are
+# *adapter*, *image hash*, and for tenants *cache salt*, a text of their choice.
 #
 # To see it we need a cache, and a set of names will do for a moment. A prompt of 8 tokens
 # and one more is sent four times, in pages of 4: with salt *s* twice, with salt *t*, and
@@ -543,14 +546,14 @@ for length, caption in SAYS.items():
         (i, 1, "private" if i >= open_from else "plain", str(token))
         for i, token in enumerate(tokens)
     ]
-    chain = [(-2, 1.6, "plain", root_hash().hex()[:6])] + [
+    chain = [(-2, 1.6, "plain", "root")] + [
         (4 * i, 4, "computed" if i in made else "plain", name.hex()[:6])
         for i, name in enumerate(names)
     ]
     shifted = [[(x + 2, *rest) for x, *rest in each] for each in (cells, chain)]
-    labels = ["tokens", "root, names"]
+    labels = ["tokens", "names"]
     frames.append(
-        draw_rows(list(zip(labels, shifted, strict=True)), unit=38, caption=caption)
+        draw_rows(list(zip(labels, shifted, strict=True)), unit=24, caption=caption)
     )
     names_so_far = names
 Steps(frames)
@@ -753,6 +756,7 @@ def bar(bits: int):
 
 draw_rows(
     [bar(bits) for bits in (32, 64, 128)],
+    unit=20,
     caption="How many pages may have a name before two share one; the axis counts digits. Up to "
     "the end of the green bar the chance is below one in a million; at the end of the orange "
     "one it is one half. Twice the bits, twice the digits.",
@@ -776,14 +780,15 @@ print("one page named:   ", best_us(lambda: page_name(bytes(16), page)))
 print("one page compared:", best_us(lambda: page == twin))
 
 # %% [markdown]
-# On the other side, one wrong answer that shows somebody else's data and looks fluent.
-# And there is a reason that has nothing to do with odds. With the comparison, the hash
-# decides only how fast a page is found. Whether it is the *right* page is decided by
-# looking at it. "No two pasts share a name" can't be tested; "an entry counts only if
-# tokens and parent agree" can: a test of chapter 4's table replaces the hash by one that
-# calls every page `x`, and nothing wrong may be found. With such a table even
-# `quick_name` would be safe. It would also be easy to clog: who takes a name first keeps
-# the other page out. So the engine uses BLAKE2b, and compares.
+# The comparison adds little to the naming. On the other side of the scales: one wrong
+# answer that shows somebody else's data and looks fluent. And there is a reason that has
+# nothing to do with odds. With the comparison, the hash decides only how fast a page is
+# found. Whether it is the *right* page is decided by looking at it. "No two pasts share a
+# name" can't be tested; "an entry counts only if tokens and parent agree" can: a test of
+# chapter 4's table replaces the hash by one that calls every page `x`, and nothing wrong
+# may be found. With such a table even `quick_name` would be safe. It would also be easy
+# to clog: who takes a name first keeps the other page out. So the engine uses BLAKE2b,
+# and compares.
 #
 # vLLM has decided otherwise: its blocks are found by SHA-256 of the parent's hash, the
 # block's tokens and the extra keys, 32 bytes, and these are trusted. SGLang has no hash
