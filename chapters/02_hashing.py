@@ -331,7 +331,7 @@ draw_rows(
         (label, [(i, 1, "published" if ok[i] else "lost", str(i)) for i in shown])
         for label, ok in [("by content", looks_reusable), ("by chain", alive)]
     ],
-    unit=26,
+    unit=24,
     caption="Pages 0 to 11 of the second prompt; green: has the same name as in the first. "
     "Token 100 lies in page 6. By content only page 6 differs, though the K/V of every later "
     "page differ too. By chain, page 6 and all after it have new names.",
@@ -749,16 +749,16 @@ def bar(bits: int):
     rare, even = pages_until(bits, 1e-6), pages_until(bits, 0.5)
     ends = math.log10(rare), math.log10(even)
     return f"{bits} bits", [
-        (0, ends[0], "published", short(rare)),
-        (ends[0], ends[1] - ends[0], "private", short(even)),
+        (0, ends[0], "plain", short(rare)),
+        (ends[0], ends[1] - ends[0], "lost", short(even)),
     ]
 
 
 draw_rows(
     [bar(bits) for bits in (32, 64, 128)],
-    unit=20,
+    unit=26,
     caption="How many pages may have a name before two share one; the axis counts digits. Up to "
-    "the end of the green bar the chance is below one in a million; at the end of the orange "
+    "the end of the pale bar the chance is below one in a million; at the end of the red "
     "one it is one half. Twice the bits, twice the digits.",
 )
 
