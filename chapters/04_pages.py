@@ -8,7 +8,7 @@
 
 # %% name="fits"
 budget_bytes = 128 * 2**20
-bytes_per_token = 24_576  # 24 layers, 2 K/V heads of 64, a key and a value, 32 bit
+bytes_per_token = 24_576  # from chapter 1: keys and values of 24 layers
 num_slots = budget_bytes // bytes_per_token
 used = 493 + 128 - 1  # the last output token is never put in
 
@@ -29,7 +29,7 @@ for limit in (8_192, 1_024, used):
 
 # %% name="holes"
 def first_fit(taken: list[tuple[int, int]], size: int) -> int | None:
-    """Where `size` free tokens begin, in a row; `taken` are (start, end), in order."""
+    """Where `size` free tokens lie in a row; `taken` are (start, end)."""
     begins = [0, *(end for _, end in taken)]
     ends = [*(start for start, _ in taken), num_slots]
     holes = zip(begins, ends, strict=True)
@@ -42,7 +42,7 @@ for size in (620, 1_240, 620, 1_240, 620, 1_020):
     taken.append((start, start + size))
 taken = taken[1::2]  # the first, the third and the fifth have ended
 free = num_slots - sum(end - start for start, end in taken)
-print(f"{free:,} tokens are free; 700 in a row begin at: {first_fit(taken, 700)}")
+print(f"{free:,} tokens are free, 700 in a row at:", first_fit(taken, 700))
 
 # %% [markdown]
 # [1,961](#holes) tokens are free, and a request of [700](#holes) has no place. Moving the others together
@@ -56,16 +56,19 @@ print(f"{free:,} tokens are free; 700 in a row begin at: {first_fit(taken, 700)}
 # %% name="pages"
 PAGE = 16
 num_pages = budget_bytes // (PAGE * bytes_per_token)
+at_end = -(-used // PAGE)  # rounded up
 print(f"{num_pages} pages, {num_pages * PAGE:,} tokens")
 print(f"{-(-493 // PAGE)} pages for a prompt of 493")
-print(f"{-(-used // PAGE)} pages at its end: {num_pages // -(-used // PAGE)} requests")
+print(f"{at_end} pages at its end: {num_pages // at_end} requests")
 
 # %% tags=["hide-input"]
 from minivllm.drawing import draw_rows
 
 
-def filled(size: int, spare: int, count: int) -> list[tuple[float, float, str, str]]:
-    step, rest = size + spare, num_slots - count * (size + spare)
+def filled(
+    size: int, spare: int, count: int, total: int = num_slots
+) -> list[tuple[float, float, str, str]]:
+    step, rest = size + spare, total - count * (size + spare)
     cells = [(i * step, size, "private", f"{size}") for i in range(count)]
     cells += [
         (i * step + size, spare, "lost", f"{spare}") for i in range(count) if spare
@@ -82,9 +85,12 @@ draw_rows(
         (
             "three ended",
             [(s, e - s, "private", f"{e - s:,}") for s, e in taken]
-            + [(s, e - s, "free", f"{e - s}") for s, e in gaps if e - s > 101],
+            + [(s, e - s, "free", f"{e - s}" if e - s > 200 else "") for s, e in gaps],
         ),
-        ("pages of 16", filled(-(-used // PAGE) * PAGE, 0, 8)),
+        (
+            "pages of 16",
+            filled(at_end * PAGE, 0, num_pages // at_end, num_pages * PAGE),
+        ),
     ],
     unit=640 / num_slots,
     caption="One memory, three ways to use it. Red is set aside and never used. In the second "
@@ -303,8 +309,8 @@ LIFE = {
 def draw_life(labels: Mapping[tuple[str, str], str], caption: str) -> Picture:
     """The states in a row; above the lines what leads right, below what leads left."""
     picture, order = Picture(caption), ["free", "private", "pinned", "published"]
-    for i, state in enumerate(order):
-        picture.box(i * 200, 20, 84, 34, state, state)
+    for i, words in enumerate(["free", "private", "pinned", "evictable"]):
+        picture.box(i * 200, 20, 84, 34, order[i], words)
     for i, pair in enumerate(pairwise(order)):
         picture.line(i * 200 + 84, 37, i * 200 + 200, 37)
         if pair in labels:
@@ -451,8 +457,8 @@ print(len(flat), "pages kept,", found, "tokens found")
 # a tree again. What differs is how a page is found: by its name, in one step, and not
 # through the children of a node.
 #
-# So the table is the tree with another walk. It says for each name in which node, which run of pages, the
-# page lies.
+# So the table is the tree with another walk. For each name it says in which node, that is in which run of
+# pages, the page lies.
 
 
 # %% export="prefix_cache.py"
@@ -625,7 +631,10 @@ class Beside(tuple[Picture, ...]):
     """Pictures next to each other; below each other where the page is narrow."""
 
     def _repr_html_(self) -> str:
-        shown = "".join(f"<div>{each._repr_html_()}</div>" for each in self)
+        shown = "".join(
+            f'<div style="width:{each.width + 8:.0f}px">{each._repr_html_()}</div>'
+            for each in self
+        )
         style = "display:flex;flex-wrap:wrap;gap:0 2.5em;align-items:flex-start"
         return f'<div style="{style}">{shown}</div>'
 
@@ -966,7 +975,7 @@ tree.insert(ids("the cat "), slots_of(a))
 known = tree.insert(ids("the cat "), slots_of(b))
 pool.free(b)  # all known: B's pages are duplicates
 stranger = pool.allocate(2)
-write(memory, slots_of(stranger), "my pin: ")
+write(memory, slots_of(stranger), "a pin: 7")
 print(known, "tokens were known · B reads pages", b, [read(memory, slots_of(b))])
 
 # %% [markdown]
@@ -1146,8 +1155,9 @@ for kind, spoil in [
         print(f"{(spoil or kind).__name__:15} {error}")
 
 # %% [markdown]
-# Each fault gets the name of what it broke. None of them would have raised anything else, then or
-# later.
+# Each fault gets the name of what it broke. The first and the third would never have raised anything
+# by themselves. The second raises at the end of its owner, and only if the pool
+# has not given the page to somebody else by then.
 #
 # ## Three requests, one prefix
 #
@@ -1175,12 +1185,18 @@ def states(cache: PrefixCache) -> list[str]:
 
 
 # %% tags=["hide-input"]
-def draw_memory(cache, memory, leases: dict[str, Lease], caption: str) -> Picture:
+def draw_memory(
+    cache: PrefixCache,
+    memory: list[str],
+    leases: dict[str, Lease],
+    caption: str,
+    unit: float = 64,
+) -> Picture:
     """The page tables of some leases, and memory below them, by page number."""
     rows = [
         (
             f"{name}'s page table",
-            [(i, 1, states(cache)[p], f"page {p}") for i, p in enumerate(lease.pages)],
+            [(i, 1, states(cache)[p], f"{p}") for i, p in enumerate(lease.pages)],
         )
         for name, lease in leases.items()
     ]
@@ -1188,7 +1204,7 @@ def draw_memory(cache, memory, leases: dict[str, Lease], caption: str) -> Pictur
     pages = [(p, 1, state, words[p]) for p, state in enumerate(states(cache))]
     numbers = [(p, 1, "plain", f"{p}") for p in range(cache.pool.num_pages)]
     return draw_rows(
-        [*rows, ("page", numbers), ("memory", pages)], unit=66, caption=caption
+        [*rows, ("page", numbers), ("memory", pages)], unit=unit, caption=caption
     )
 
 
@@ -1196,7 +1212,8 @@ def draw_memory(cache, memory, leases: dict[str, Lease], caption: str) -> Pictur
 # A runs alone and ends. Then B and C come, who begin as A did.
 
 # %% name="three" claims="S04 S06"
-cache, memory = PrefixCache(num_pages=8, page_size=4), list("----" * 8)
+cache = PrefixCache(num_pages=8, page_size=4, index="radix", eviction="lru")
+memory = list("----" * 8)
 log = cache.observer = EventLog()
 frames, live = [], {}
 
@@ -1259,15 +1276,14 @@ draw_rows(
 # %% name="twins"
 cache, memory = PrefixCache(num_pages=6, page_size=4), list("----" * 6)
 one, two = compute(cache, memory, "the cat "), compute(cache, memory, "the cat ")
-before = draw_memory(
-    cache, memory, {"A": one, "B": two}, "Before: the same text twice."
-)
+names = {"A": one, "B": two}
+before = draw_memory(cache, memory, names, "Before: the same text twice.", unit=34)
 print("before:", one.pages, two.pages, "· free:", cache.pool.num_free)
 for twin in (one, two):
     cache.publish(twin, ids("the cat "), num_committed=8)
 print("after: ", one.pages, two.pages, "· free:", cache.pool.num_free)
 
-stranger = compute(cache, memory, "my pin: ")
+stranger = compute(cache, memory, "a pin: 7")
 print(
     "a stranger writes",
     stranger.pages,
@@ -1280,8 +1296,9 @@ cache.check()
 after = draw_memory(
     cache,
     memory,
-    {"A": one, "B": two},
+    names,
     "After: B's table names A's pages. A stranger has B's old ones, and it does no harm.",
+    unit=34,
 )
 Beside((before, after))
 
