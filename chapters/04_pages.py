@@ -2,8 +2,8 @@
 # # 4. Pages
 #
 # Memory for keys and values is one big array, and it is bought before the first request
-# comes. Say we can afford 128 MiB for the model of chapter 1, at 32 bit. The model allows
-# a context of 8,192 tokens. How many requests with a 493-token prompt and 128 output tokens
+# comes. Say we can afford 128 MiB for the model of chapter 1, at 32 bit. The model allows a
+# context of 8,192 tokens. How many requests with a 493-token prompt and 128 output tokens
 # can be in memory at once?
 
 # %% name="fits"
@@ -18,13 +18,13 @@ for limit in (8_192, 1_024, used):
 
 # %% [markdown]
 # None. The allocator does not know how long an answer will be, so it sets aside what the
-# request may use at most, and [8,192](#fits) tokens are more than there are. Forbid contexts above
-# 1,024 and [five](#fits) fit, each with 404 tokens set aside and never used. If the allocator could
-# know the length beforehand, [eight](#fits) would fit.
+# request may use at most, and [8,192](#fits) tokens are more than there are. Forbid
+# contexts above 1,024 and [five](#fits) fit, each with 404 tokens set aside and never used.
+# If the allocator could know the length beforehand, [eight](#fits) would fit.
 #
-# Knowing would not be enough. Each request wants its tokens in a row, and requests do not end in
-# the order in which they came. Six of them nearly fill the memory; then the first, the third and the
-# fifth end.
+# Knowing would not be enough. Each request wants its tokens in a row, and requests do not
+# end in the order in which they came. Six of them nearly fill the memory; then the first,
+# the third and the fifth end.
 
 
 # %% name="holes"
@@ -45,13 +45,14 @@ free = num_slots - sum(end - start for start, end in taken)
 print(f"{free:,} tokens are free, 700 in a row at:", first_fit(taken, 700))
 
 # %% [markdown]
-# [1,961](#holes) tokens are free, and a request of [700](#holes) has no place. Moving the others together
-# would mean to copy megabytes of K/V while somebody waits for the next token.
+# [1,961](#holes) tokens are free, and a request of [700](#holes) has no place. Moving the
+# others together would mean to copy megabytes of K/V while somebody waits for the next
+# token.
 #
-# Operating systems had both troubles with RAM, and vLLM took over their answer: hand memory out in small
-# equal pages, when they are needed, wherever they are free. No request needs a row any
-# more. It needs a *page table*: a list that says which page holds its tokens 0 to 15, which
-# one 16 to 31, and so on.
+# Operating systems had both troubles with RAM, and vLLM took over their answer: hand memory
+# out in small equal pages, when they are needed, wherever they are free. No request needs a
+# row any more. It needs a *page table*: a list that says which page holds its tokens 0 to
+# 15, which one 16 to 31, and so on.
 
 # %% name="pages"
 PAGE = 16
@@ -99,14 +100,14 @@ draw_rows(
 )
 
 # %% [markdown]
-# 128 MiB are [341 pages, 5,456](#pages) tokens. A prompt of 493 tokens takes [31](#pages) of them; the last
-# one is not full, and that is all a request can waste: 15 tokens at most.
+# 128 MiB are [341 pages, 5,456](#pages) tokens. A prompt of 493 tokens takes [31](#pages)
+# of them; the last one is not full, and that is all a request can waste: 15 tokens at most.
 #
 # So much for one request. This chapter is about what becomes possible, and what becomes
-# dangerous, when two page tables name the *same* page. It is tempting to think that prefix reuse
-# is a comparison of strings: equal text, hit. Chapters 2 and 3 were about that half. The other
-# half is memory: that the page is there, that it holds what the index says, and that it stays so
-# while it is read.
+# dangerous, when two page tables name the *same* page. It is tempting to think that prefix
+# reuse is a comparison of strings: equal text, hit. Chapters 2 and 3 were about that. The
+# other half is memory: that the page is there, that it holds what the index says, and that
+# it stays so while it is read.
 #
 # ## A pool
 #
@@ -122,11 +123,12 @@ c = [free_pages.pop(), free_pages.pop()]
 print("B has", b, "· C has", c)
 
 # %% [markdown]
-# B and C hold the same pages, and both will write to them. Nothing failed, neither at the double
-# free nor later. So our pool remembers what is out, and refuses what it did not hand out.
+# B and C hold the same pages, and both will write to them. Nothing failed, neither at the
+# double free nor later. So our pool remembers what is out, and refuses what it did not hand
+# out.
 #
-# And it gives all pages that are asked for, or none. A caller that got three of five would have to
-# remember that it must give three back, and one day it would not.
+# And it gives all pages that are asked for, or none. A caller that got three of five would
+# have to remember that it must give three back, and one day it would not.
 
 # %% export="pages.py"
 """K/V memory in pages: who may write where."""
@@ -160,9 +162,9 @@ class PagePool:
 
 
 # %% [markdown]
-# Pages that came back go out first, the last one first; their part of memory may still be in a
-# processor's cache. Fresh ones are counted and not listed, so that a pool of a
-# million pages costs nothing until they are used.
+# Pages that came back go out first, the last one first; their part of memory may still be
+# in a processor's cache. Fresh ones are counted and not listed, so that a pool of a million
+# pages costs nothing until they are used.
 
 
 # %% export="pages.py"
@@ -239,8 +241,8 @@ def read(memory: list[str], slots: list[int]) -> str:
 
 
 # %% [markdown]
-# Request A is to compute `the cat `. It gets two pages. We enter them in the tree of chapter 3 at
-# once: the tokens are known, why wait? Then A's forward pass fails.
+# Request A is to compute `the cat `. It gets two pages. We enter them in the tree of
+# chapter 3 at once: the tokens are known, why wait? Then A's forward pass fails.
 
 # %% name="not-committed"
 from minivllm.radix import RadixCache
@@ -258,12 +260,14 @@ print(
 )
 
 # %% [markdown]
-# [8](#not-committed) tokens of a stranger. The tree compared tokens, and the tokens were right. So a page may be found
-# only when the forward pass that wrote it has *succeeded*. Its tokens are then *committed*.
+# [8](#not-committed) tokens of a stranger. The tree compared tokens, and the tokens were
+# right. So a page may be found only when the forward pass that wrote it has *succeeded*.
+# Its tokens are then *committed*. (vLLM does enter pages when it hands them out. What makes
+# that safe, and for whom, is a subject of chapter 9.)
 #
-# Now let everything be committed, and let a page be found that is not full. A has
-# written `the ca`, six tokens, one and a half pages. An index with pages of one token can
-# name all six.
+# Now let everything be committed, and let a page be found that is not full. A has written
+# `the ca`, six tokens, one and a half pages. An index with pages of one token can name all
+# six.
 
 # %% name="not-full"
 tokenwise = RadixCache(page_size=1)
@@ -276,12 +280,13 @@ write(memory, slots_of(a)[found.matched_len :], "r ")  # B goes on: the car
 print("A, who wrote 'the cat ', reads", [read(memory, slots_of(a))])
 
 # %% [markdown]
-# Each continued the half page with its own next token, in the same slot. B could copy the page
-# before it writes. That is another operation on K/V memory with a life of its own, to save 15 tokens
-# at most. A page that is *full* needs none of it: nobody will write to it again.
+# Each continued the half page with its own next token, in the same slot. B could copy the
+# page before it writes. That is another operation on K/V memory with a life of its own, to
+# save 15 tokens at most. A page that is *full* needs none of it: nobody will write to it
+# again.
 #
-# Full and committed, both. With this rule a page has few states, and for each of them it is clear
-# who may do what:
+# Full and committed, both. With this rule a page has few states, and for each of them it is
+# clear who may do what:
 #
 # | state | who may read it | who may write it |
 # |---|---|---|
@@ -336,10 +341,9 @@ draw_life(
 #
 # ## Something to watch it with
 #
-# We want to see these moves, in tests and in pictures, without printing in the
-# middle of an engine. Whatever changes the state of a page calls an *observer* with what
-# happened; later the scheduler will do the same for requests. By default the observer does
-# nothing.
+# We want to see these moves, in tests and in pictures, without printing in the middle of an
+# engine. Whatever changes the state of a page calls an *observer* with what happened; later
+# the scheduler will do the same for requests. By default the observer does nothing.
 
 # %% export="events.py"
 """What happened, in order: the one way to look into a running engine."""
@@ -387,8 +391,9 @@ class EventLog:
 # ## Two indexes, one set of questions
 #
 # SGLang finds prefixes in the tree of chapter 3. vLLM finds them by the chained names of
-# chapter 2, in one flat table from name to page. For whole pages both answer the same questions,
-# so we write the questions down, and let either answer. The sizes are those of the tree.
+# chapter 2, in one flat table from name to page. For whole pages both answer the same
+# questions, so we write the questions down, and let either answer. The sizes are those of
+# the tree.
 
 # %% export="prefix_cache.py"
 """The prefix cache: pages with owners, and an index that finds the published ones."""
@@ -433,9 +438,9 @@ class PageIndex(Protocol):
 
 
 # %% [markdown]
-# The tree has all of these. What does the flat table need? Take it literally: a dictionary, and
-# when memory is short the entry that was used longest ago goes. A lookup goes from the first page
-# to the last, so the first page is always the oldest.
+# The tree has all of these. What does the flat table need? Take it literally: a dictionary,
+# and when memory is short the entry that was used longest ago goes. A lookup goes from the
+# first page to the last, so the first page is always the oldest.
 
 # %% name="stranded"
 from minivllm.hashing import page_hashes
@@ -451,14 +456,14 @@ for name in page_hashes(range(48), PAGE):
 print(len(flat), "pages kept,", found, "tokens found")
 
 # %% [markdown]
-# [Two](#stranded) pages are kept and [0](#stranded) tokens are found: they hold memory, and no request can ever reach them. vLLM
-# avoids it by giving a request's pages back in reverse order, the tail as the older one. To have it
-# as a rule, the table must know for each page the one before it and those after it. That is
-# a tree again. What differs is how a page is found: by its name, in one step, and not
-# through the children of a node.
+# [Two](#stranded) pages are kept and [0](#stranded) tokens are found: they hold memory, and
+# no request can ever reach them. vLLM avoids it by giving a request's pages back tail
+# first, so that the tail is the oldest. To have it as a rule, the table must know for each page
+# the one before it and those after it. That is a tree again. What differs is how a page is
+# found: by its name, in one step, and not through the children of a node.
 #
-# So the table is the tree with another walk. For each name it says in which node, that is in which run of
-# pages, the page lies.
+# So the table is the tree with another walk. For each name it says in which node, that is
+# in which run of pages, the page lies.
 
 
 # %% export="prefix_cache.py"
@@ -472,8 +477,9 @@ class HashIndex(RadixCache):
 
 
 # %% [markdown]
-# Can a name be trusted? Chapter 2 left that open: different pasts could have one name. Let us see
-# what a collision would do, with names that collide at once: the first letter of a page.
+# Can a name be trusted? Chapter 2 left that open: different pasts could have one name. Let
+# us see what a collision would do, with names that collide at once: the first letter of a
+# page.
 
 # %% name="bad-names"
 table = {"the "[0]: 0, "cat "[0]: 1}  # name -> page
@@ -482,10 +488,11 @@ found = [table[page[0]] for page in ("the ", "cow ")]
 print("asked for 'the cow ', got", [read(memory, slots_of(found))])
 
 # %% [markdown]
-# The prompt is about a cow, and the model would answer about a cat: fluently, with no error anywhere.
-# So the walk confirms every name. A page counts only if its tokens are the tokens, and the
-# page before it is the page before it. The second half matters too: `page_name` covers the
-# past, but if names collide, so may the names of pasts.
+# The prompt is about a cow, and the model would answer about a cat: fluently, with no error
+# anywhere. So the walk confirms every name. A page counts only if its tokens are the
+# tokens, and the page before it is the page before it: it goes on in the node where the
+# walk stands, or begins a child of that node. The second half matters too: a name covers
+# the past, but if names collide, so may those of two pasts.
 
 
 # %% export="prefix_cache.py"
@@ -517,9 +524,9 @@ class HashIndex(HashIndex):
 
 
 # %% [markdown]
-# New pages get their names from the node that they hang on, each hashed once. If another past owns the very name
-# that a page would get, the page is not entered, nor is anything after it:
-# a table has one place for a name, and whoever stands there may be in use.
+# New pages get their names from the node that they hang on, each hashed once. If another
+# past owns the very name that a page would get, the page is not entered, nor is anything
+# after it: a table has one place for a name, and whoever stands there may be in use.
 
 
 # %% export="prefix_cache.py"
@@ -569,8 +576,8 @@ class HashIndex(HashIndex):
 
 
 # %% [markdown]
-# Does the confirmation work? With BLAKE2b nobody can build a collision, so we exchange it for
-# the first letter, and run the index against a version that takes a name's word for it.
+# Does the confirmation work? With BLAKE2b nobody knows how to build a collision, so we exchange it
+# for the first letter, and run the index against a version that takes a name's word for it.
 
 
 # %% name="collision"
@@ -615,9 +622,9 @@ with one, other:
     )
 
 # %% [markdown]
-# The trusting index gives [8](#collision) tokens of the wrong animal, ours [4](#collision). `the cow sat ` is not entered beyond
-# its first page, because the name `c` is taken: something is lost to the collision, and
-# nothing wrong is found.
+# The trusting index gives [8](#collision) tokens of the wrong animal, ours [4](#collision).
+# `the cow sat ` is not entered beyond its first page, because the name `c` is taken:
+# something is lost to the collision, and nothing wrong is found.
 #
 # Here are both indexes side by side after the same three prompts.
 
@@ -684,8 +691,8 @@ Beside((left, right))
 
 # %% [markdown]
 # They keep time in the same ticks and use the same queue, so they should not only find the
-# same pages but evict the same ones, in the same order. 3,000 random operations on both, compared
-# after each:
+# same pages but evict the same ones, in the same order. 3,000 random operations on both,
+# compared after each:
 
 # %% name="alike"
 import random
@@ -766,15 +773,16 @@ class NoIndex:
 # %% [markdown]
 # ## Who holds what
 #
-# SGLang has two levels of pools. `ReqToTokenPool` is a table with a row for each running request
-# and a column for each position of the context: where is this request's token number 100?
-# `TokenToKVPoolAllocator` hands out the places that such a row points to. The radix cache gets both of
-# them, a page size and an eviction policy.
+# SGLang has two levels of pools. `ReqToTokenPool` is a table with a row for each running
+# request and a column for each position of the context: where is this request's token
+# number 100? `TokenToKVPoolAllocator` hands out the places that such a row points to. The
+# radix cache gets both of them, a page size and an eviction policy.
 #
-# We have the same two levels. The second is `PagePool`. The first is a *lease*: the
-# pages that one request holds, in the order of its tokens. One number stands for 16 tokens, and
+# We have the same two levels. The second is `PagePool`. The first is a *lease*: the pages
+# that one request holds, in the order of its tokens. One number stands for 16 tokens, and
 # the list is as long as the request. The leading pages are published and pinned for it, the
-# rest are private.
+# rest are private. The handle is the lock of chapter 3; the last field is for a trap that
+# waits where pages are published.
 
 
 # %% export="prefix_cache.py"
@@ -826,9 +834,10 @@ class PrefixCache:
 # %% [markdown]
 # ## Find and acquire are one move
 #
-# The scheduler first asks how long the longest published prefix is. Then it gives the request
-# its pages: those that were found, and new ones for the rest. What if these are two steps, as
-# here? Memory has three pages; `the cat ` is published in two of them, and nobody uses it.
+# The scheduler first asks how long the longest published prefix is. Then it gives the
+# request its pages: those that were found, and new ones for the rest. What if these are two
+# steps, as here? Memory has three pages; `the cat ` is published in two of them, and nobody
+# uses it.
 
 # %% name="theft"
 memory = list("the cat ----")
@@ -842,16 +851,19 @@ write(memory, slots_of(mine)[found.matched_len :], "sat on")
 print("A's page table:", mine, "· it reads", [read(memory, slots_of(mine)[:14])])
 
 # %% [markdown]
-# Page [1](#theft) is twice in A's table. Room had to be made, the unused tail of `the cat ` went, and that was the page
-# which A had just been promised. It wrote its own continuation over its own prefix. With a second request that
-# allocates between A's two steps, the thief is a neighbour.
+# Page [1](#theft) is twice in A's table. Room had to be made, the unused tail of `the cat `
+# went, and that was the page which A had just been promised. It wrote its own continuation
+# over its own prefix. With a second request that allocates between A's two steps, the thief
+# is a neighbour.
 #
-# So `acquire` pins first and makes room afterwards, in one call that nothing can come between.
+# So `acquire` pins first and makes room afterwards, in one call that nothing can come
+# between.
 #
-# A second trap lies in its failure. When pages cannot be had, the request waits, and asks again at the
-# next step, and the next. Pinning counts as a use. If the pin came first and was taken back after a
-# failure, a request that waits a hundred steps would have used its prefix a hundred times. So
-# `acquire` asks whether there is room, without touching anything, before it pins.
+# A second trap lies in its failure. When pages cannot be had, the request waits, and asks
+# again at the next step, and the next. Pinning counts as a use. If the pin came first and
+# was taken back after a failure, a request that waits a hundred steps would have used its
+# prefix a hundred times. So `acquire` asks whether there is room, without touching
+# anything, before it pins.
 
 
 # %% export="prefix_cache.py"
@@ -881,9 +893,10 @@ class PrefixCache(PrefixCache):
 
 
 # %% [markdown]
-# Getting pages takes the free ones first and evicts only what is missing. Evicting everything
-# and then failing all the same would throw other people's prefixes away for nothing, so `_check_room`
-# counts first. Pages that the request itself is about to pin are no room: that was the theft.
+# Getting pages takes the free ones first and evicts only what is missing. Evicting
+# everything and then failing all the same would throw other people's prefixes away for
+# nothing, so `_check_room` counts first. Pages that the request itself is about to pin are
+# no room: that was the theft.
 
 
 # %% export="prefix_cache.py"
@@ -915,8 +928,8 @@ class PrefixCache(PrefixCache):
 
 # %% [markdown]
 # See the second trap. Two prefixes lie unused, the cat's for longer than the dog's. A
-# request that begins with the cat's needs more pages than there are, and asks 100 times. Then
-# a newcomer needs one page. Who loses it?
+# request that begins with the cat's needs more pages than there are, and asks 100 times.
+# Then a newcomer needs one page. Who loses it?
 
 
 # %% name="waiting"
@@ -952,17 +965,18 @@ for kind in (PrefixCache, Eager):
     print(f"{kind.__name__:11} {refusal}; then page", gone, "is evicted")
 
 # %% [markdown]
-# The newcomer should get a page of the cat's, and does: page [1](#waiting). With the eager version it takes
-# page [3](#waiting), the dog's. Its owner did nothing wrong, except that somebody else was turned away.
+# The newcomer should get a page of the cat's, and does: page [1](#waiting). With the eager
+# version it takes page [3](#waiting), the dog's. Its owner did nothing wrong, except that
+# somebody else was turned away.
 #
-# (`Eager` is right in what it holds: every page has an owner and every test of *content* passes. Such faults
-# show only in who is evicted, and that is why the order is tested too.)
+# (`Eager` loses no page and reads no wrong token. Such a fault shows only in who is evicted,
+# and that is why the order is tested too.)
 #
 # ## Publish, and the duplicate
 #
 # Now the subtle case. Two requests with one prompt start before anything is published. Each
-# computes it, in pages of its own. The first to publish wins. The second finds that its pages
-# are *duplicates*, and one copy is enough. So they are freed.
+# computes it, in pages of its own. The first to publish wins. The second finds that its
+# pages are *duplicates*, and one copy is enough. So they are freed.
 
 # %% name="forgotten"
 memory = list("----" * 6)
@@ -975,21 +989,22 @@ tree.insert(ids("the cat "), slots_of(a))
 known = tree.insert(ids("the cat "), slots_of(b))
 pool.free(b)  # all known: B's pages are duplicates
 stranger = pool.allocate(2)
-write(memory, slots_of(stranger), "a pin: 7")
+write(memory, slots_of(stranger), "password")
 print(known, "tokens were known · B reads pages", b, [read(memory, slots_of(b))])
 
 # %% [markdown]
-# B asked about a cat and attends to somebody's PIN. No exception tells. The answer turns to nonsense, or
-# to something that B should not see, some steps after the fault and in another request
-# than the one that wrote. Whether it happens depends on who comes next, so no test that looks at one
-# request finds it.
+# B asked about a cat and attends to somebody's password. No exception tells. The answer
+# turns to nonsense, or to something that B should not see, some steps after the fault and
+# in another request than the one that wrote. Whether it happens depends on who comes next,
+# so no test that looks at one request finds it.
 #
-# Keeping both copies would be safe, and hold the memory twice. The repair is to free the duplicates
-# *and*, in the same breath, to point B's page table to the published pages. The index says where
-# the prefix lies now (`extend` returns it), so the remap needs no second search.
+# Keeping both copies would be safe, and hold the memory twice. The repair is to free the
+# duplicates *and*, in the same breath, to point B's page table to the published pages. The
+# index says where the prefix lies now (`extend` returns it), so the remap needs no second
+# search.
 #
-# One more trap, for the day of a name collision. The index may refuse a page. If its owner then
-# offers the *next* one, that one hangs in the wrong place:
+# One more trap, for the day of a name collision. The index may refuse a page. If its owner
+# then offers the *next* one, that one hangs in the wrong place:
 
 # %% name="refused"
 one, other = weak_names()
@@ -1039,14 +1054,15 @@ class PrefixCache(PrefixCache):
 
 
 # %% [markdown]
-# `num_committed` comes from whoever ran the forward pass, and the division by the page
-# size is the whole rule of full and committed: a page that is not full does not count, and one
+# `num_committed` comes from whoever ran the forward pass, and the division by the page size
+# is the whole rule of full and committed: a page that is not full does not count, and one
 # whose forward failed is not among the committed.
 #
-# Releasing goes through the same door: publish what is complete, even if nothing was published while the
-# request ran; free the rest; unpin. So an aborted request leaves to others what it
-# finished. A reset, for when the weights change under the cache, refuses while anybody
-# holds a lease: to forget pages that are being read is not a reset but an accident.
+# Releasing goes through the same door: publish what is complete, even if nothing was
+# published while the request ran; free the rest; unpin. So an aborted request leaves to
+# others what it finished. A reset, for when the weights change under the cache, refuses
+# while anybody holds a lease: to forget pages that are being read is not a reset but an
+# accident.
 
 
 # %% export="prefix_cache.py"
@@ -1070,10 +1086,10 @@ class PrefixCache(PrefixCache):
 # %% [markdown]
 # ## What must always hold
 #
-# Every page has one state, so free + private + published = total. That sum could be right by
-# accident: a leaked page and a page counted twice cancel. So `check` does not trust the
-# counters. It takes every page by its number and asks who has it. Tests call it after
-# each step.
+# Every page has one state, so free + private + published = total. That sum could be right
+# by accident: a leaked page and a page counted twice cancel. So `check` does not trust the
+# counters. It takes every page by its number and asks who has it. Tests call it after each
+# step.
 
 
 # %% export="prefix_cache.py"
@@ -1115,8 +1131,9 @@ class PrefixCache(PrefixCache):
 
 
 # %% [markdown]
-# What does it catch? Three faults, planted: the duplicate that is freed and not remapped, a page that is freed
-# while its owner still counts it as private, and a lease that is dropped without release.
+# What does it catch? Three faults, planted: the duplicate that is freed and not remapped, a
+# page that is freed while its owner still counts it as private, and a lease that is dropped
+# without release.
 
 
 # %% name="planted"
@@ -1155,13 +1172,14 @@ for kind, spoil in [
         print(f"{(spoil or kind).__name__:15} {error}")
 
 # %% [markdown]
-# Each fault gets the name of what it broke. The first and the third would never have raised anything
-# by themselves. The second raises at the end of its owner, and only if the pool
+# Each fault gets the name of what it broke. The first and the third would never have raised
+# anything by themselves. The second raises at the end of its owner, and only if the pool
 # has not given the page to somebody else by then.
 #
 # ## Three requests, one prefix
 #
-# Now all of it together, still with letters for K/V. A "forward pass" acquires pages and writes what was not found.
+# Now all of it together, still with letters for K/V. A "forward pass" acquires pages and
+# writes what was not found.
 
 
 # %%
@@ -1251,9 +1269,10 @@ from minivllm.drawing import Steps
 Steps(frames)
 
 # %% [markdown]
-# Pages [0 and 1](#three) are in both tables, written once and read by two. When B ends they stay pinned for C; when C ends they
-# stay published, for whoever comes. These are the two levels: the upper rows of the picture say where each request's
-# tokens are, the pool says which pages may be handed out. The log has every move, in order:
+# Pages [0 and 1](#three) are in both tables, written once and read by two. When B ends they
+# stay pinned for C; when C ends they stay published, for whoever comes. These are the two
+# levels: the upper rows of the picture say where each request's tokens are, the pool says
+# which pages may be handed out. The log has every move, in order:
 
 # %%
 for event in log.events:
@@ -1267,7 +1286,7 @@ draw_rows(
     page_states(8, [(kind, pages) for kind, pages in told if pages]),
     unit=40,
     caption="The eight pages after each event of the log, top to bottom. B gets page 3, which "
-    "A could not fill; a page turns green once and stays so.",
+    "A could not fill. Pinned pages are green here too: the log does not tell who reads.",
 )
 
 # %% [markdown]
@@ -1283,7 +1302,7 @@ for twin in (one, two):
     cache.publish(twin, ids("the cat "), num_committed=8)
 print("after: ", one.pages, two.pages, "· free:", cache.pool.num_free)
 
-stranger = compute(cache, memory, "a pin: 7")
+stranger = compute(cache, memory, "password")
 print(
     "a stranger writes",
     stranger.pages,
@@ -1303,14 +1322,16 @@ after = draw_memory(
 Beside((before, after))
 
 # %% [markdown]
-# B's own pages [2 and 3](#twins) are free, its table says [0 and 1](#twins), and the stranger does no harm. Note what
-# was *not* saved: both computed the prompt. Publication came too late to spare the work, only
-# the memory. This is the puzzle of the prologue, seen from below.
+# B's own pages [2 and 3](#twins) are free, its table says [0 and 1](#twins), and the
+# stranger does no harm. Note what was *not* saved: both computed the prompt. Publication
+# came too late to spare the work, only the memory. This is the puzzle of the prologue, seen
+# from below.
 #
 # ## When others can find it
 #
-# Nothing in `publish` asks whether its owner has ended. An owner with a prompt of 40 tokens decodes, one
-# token a step, and publishes after each step. When does a second request find how much?
+# Nothing in `publish` asks whether its owner has ended. An owner with a prompt of 40 tokens
+# decodes, one token a step, and publishes after each step. When does a second request find
+# how much?
 
 # %% name="while-decoding" claims="R06"
 cache = PrefixCache(num_pages=8, page_size=PAGE)
@@ -1324,10 +1345,11 @@ for num_found, num_committed in seen.items():
 print("the owner runs on:", owner in cache.leases, "·", cache.reset(), "says a reset")
 
 # %% [markdown]
-# [32](#while-decoding) at first: the third page holds 8 of 16 tokens. The step that completes it makes [48](#while-decoding) visible, while
-# the owner goes on. A reset is refused, for it would take the pages from under the owner.
-# *When* to publish is a choice that chapter 9 makes; here we only see that any time is safe once
-# the page is full and committed.
+# [32](#while-decoding) at first: the third page holds 8 of 16 tokens. The step that
+# completes it makes [48](#while-decoding) visible, while the owner goes on. A reset is
+# refused, for it would take the pages from under the owner. *When* to publish is a choice
+# that chapter 9 makes; here we only see that any time is safe once the page is full and
+# committed.
 #
 # If the owner is aborted instead, with 20 of its 40 tokens committed:
 
@@ -1343,13 +1365,14 @@ cache.release(failed, range(500, 540), num_committed=0)
 print("after a failed forward:", cache.find(range(500, 540)).matched_len)
 
 # %% [markdown]
-# [16](#aborted). Tokens 16 to 19 were computed and are lost with their page. Of a forward that
-# failed, [0](#aborted) remain.
+# [16](#aborted). Tokens 16 to 19 were computed and are lost with their page. Of a forward
+# that failed, [0](#aborted) remain.
 #
 # ## A hit is a path
 #
-# "Did it hit?" sounds like yes or no. Follow the same 20 letters through the states: from tokens to a place in the index,
-# from there to pages, from pages to a lease. The way can end at each of these stations.
+# "Did it hit?" sounds like yes or no. Follow the same 20 letters through the states: from
+# tokens to a place in the index, from there to pages, from pages to a lease. The way can
+# end at each of these stations.
 
 
 # %% name="path" claims="S03"
@@ -1383,14 +1406,14 @@ for station, cache in [
     print(f"{station:38} {found.matched_len:2} found, {admitted}")
 
 # %% [markdown]
-# Six requests, one text, and only the first gets what "equal prefix" seems to promise. The second and third
-# are different for the index, in the fourth and fifth the K/V are not there, and the last one
-# found everything and does not run. Whoever looks only at a hit rate cannot tell these apart;
-# chapter 13 makes a tool of this list.
+# Six requests, one text, and only the first gets what "equal prefix" seems to promise. The
+# second and third are different for the index, in the fourth and fifth the K/V are not
+# there, and the last one found everything and does not run. Whoever looks only at a hit
+# rate cannot tell these apart; chapter 13 makes a tool of this list.
 #
-# Last, the picture from the beginning, this time counted. 400 random rounds in a pool of ten pages: requests come,
-# publish, end, fail. Each event moves pages; pinning and unpinning are seen by
-# comparing states.
+# Last, the picture from the beginning, this time counted. 400 random rounds in a pool of
+# ten pages: requests come, publish, end, fail. Each event moves pages; pinning and
+# unpinning are seen by comparing states.
 
 # %% name="life"
 from collections import Counter
@@ -1439,8 +1462,9 @@ draw_life(
 )
 
 # %% [markdown]
-# Your turn. Three prompts of 32 tokens come one after the other, in a pool of four pages. Which of them does
-# the cache still know at the end, and from how many pages on does it know all of them?
+# Your turn. Three prompts of 32 tokens come one after the other, in a pool of four pages.
+# Which of them does the cache still know at the end, and from how many pages on does it
+# know all of them?
 
 # %% tags=["live"]
 from minivllm.prefix_cache import PrefixCache
@@ -1458,18 +1482,18 @@ print([cache.find(prompt).matched_len for prompt in prompts])
 # %% [markdown]
 # ## What still goes wrong
 #
-# "Compute" was a stand-in. The cache believes whoever says that 20 tokens are committed, and the
-# letters in memory do not depend on their past, as keys and values do. Nothing so far shows that a
-# model can read its past from pages scattered over memory, half of them written by
-# somebody else, and compute the same as ever. That is chapter 5.
+# "Compute" was a stand-in. The cache believes whoever says that 20 tokens are committed,
+# and the letters in memory do not depend on their past, as keys and values do. Nothing so
+# far shows that a model can read its past from pages scattered over memory, half of them
+# written by somebody else, and compute the same as ever. That is chapter 5.
 #
 # ## Exercises
 #
 # ### Exercise 1
 #
-# Three requests share the three pages of a 48-token prompt. One ends. How many users does page
-# 0 have, and how many pages are pinned? The other two end: in which state are the pages then?
-# Find out by running it.
+# Three requests share the three pages of a 48-token prompt. One ends. How many users does
+# page 0 have, and how many pages are pinned? The other two end: in which state are the
+# pages then? Find out by running it.
 
 # %% tags=["solution"]
 cache = PrefixCache(num_pages=8, page_size=PAGE)
@@ -1496,9 +1520,9 @@ assert (users, pinned_then, evictable_at_last) == (2, 3, 3)
 #
 # ### Exercise 2
 #
-# A prompt of 493 tokens fills 30 pages and 13 slots of the next one. Its owner publishes after
-# each step. After which output token can others find the 31st page? Remember that the last output token
-# has no K/V yet.
+# A prompt of 493 tokens fills 30 pages and 13 slots of the next one. Its owner publishes
+# after each step. After which output token can others find the 31st page? Remember that the
+# last output token has no K/V yet.
 
 # %% tags=["solution"]
 cache = PrefixCache(num_pages=64, page_size=PAGE)
@@ -1516,8 +1540,8 @@ assert (num_output, num_committed) == (4, 496)
 # %% [markdown]
 # ### Exercise 3
 #
-# In 341 pages, [eight](#pages) requests of 620 tokens fit if they have nothing in common. How many fit if they share
-# their first 480 tokens, the first one having published them?
+# In 341 pages, [eight](#pages) requests of 620 tokens fit if they have nothing in common.
+# How many fit if they share their first 480 tokens, the first one having published them?
 
 # %% tags=["solution"]
 from minivllm.pages import OutOfPages
@@ -1543,5 +1567,5 @@ print(fitting(0), "and", fitting(480))
 assert (fitting(0), fitting(480)) == (8, 34)
 
 # %% [markdown]
-# The first holds 39 pages, each of the others 9 of its own. Sharing a prefix saves work, and it
-# saves room as well: the 30 shared pages are there once.
+# The first holds 39 pages, each of the others 9 of its own. Sharing a prefix saves work,
+# and it saves room as well: the 30 shared pages are there once.

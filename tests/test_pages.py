@@ -1,6 +1,7 @@
 """The pool and the prefix cache: every page has one state, whatever happens."""
 
 import random
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -117,27 +118,8 @@ def test_pages_become_visible_while_their_owner_decodes(index):
 
 
 @both_indexes
-def test_a_refused_acquire_changes_nothing(index):
-    """The one that waits has not used its prefix: who goes next stays the same."""
-    cache = PrefixCache(5, 4, index)
-    cat, dog = list(range(8)), list(range(50, 58))
-    for tokens in (cat, dog):
-        cache.release(computed(cache, tokens), tokens, 8)
-    cache.acquire(cache.find([]), 4)
-    before = cache.stats()
-    for _ in range(3):
-        with pytest.raises(OutOfPages):
-            cache.acquire(cache.find([*cat, *range(90, 102)]), 20)
-        assert cache.stats() == before
-        cache.check()
-    cache.acquire(cache.find([]), 1)
-    assert cache.find(cat).matched_len == 4, "the older prefix lost its tail"
-    assert cache.find(dog).matched_len == 8
-
-
-@both_indexes
 def test_hits_end_where_the_pages_end(index):
-    """a12, c10: tails go first, and a page that is used again never answers as before."""
+    """a12, c10: tails go first; a page that is used again never answers as before."""
     cache = PrefixCache(3, 4, index)
     old = list(range(12))
     cache.release(computed(cache, old), old, 12)
@@ -154,7 +136,7 @@ def first_byte(past, page):
     return page[:1]
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def weak_names():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minivllm.hashing.page_name", first_byte)
@@ -166,9 +148,14 @@ pages = st.lists(st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1)]), max_size=5)
 
 
 @given(prompts=st.lists(pages, max_size=8))
-def test_a_collision_loses_pages_and_finds_no_wrong_ones(weak_names, prompts):
-    """V04's other side: a name is trusted only after its tokens and its parent."""
-    index, told = HashIndex(2), {}
+def test_a_collision_loses_pages_and_finds_no_wrong_ones(prompts):
+    """A name is trusted only after its tokens and its parent."""
+    with weak_names():
+        look_up_all(HashIndex(2), prompts)
+
+
+def look_up_all(index, prompts):
+    told = {}
     for number, prompt in enumerate(prompts):
         tokens = [token for page in prompt for token in page]
         slots = range(100 * number, 100 * number + len(tokens))
@@ -181,18 +168,18 @@ def test_a_collision_loses_pages_and_finds_no_wrong_ones(weak_names, prompts):
     index.check()
 
 
-def test_no_page_is_published_without_its_past(weak_names):
-    """The index refuses a page whose name is taken: then those after it stay private."""
-    cache = PrefixCache(12, 2, "hash")
-    cache.release(computed(cache, [0, 0, 1, 0]), [0, 0, 1, 0], 4)
-    tokens = [0, 0, 1, 1, 2, 2]
-    lease = computed(cache, tokens)
-    for committed in (4, 6):
-        cache.publish(lease, tokens, committed)
-        assert lease.num_shared == 1
-        cache.check()
-    assert cache.find([0, 0, 2, 2]).matched_len == 2, "nobody computed 0 0 2 2"
-    cache.release(lease, tokens, 6)
+def test_no_page_without_its_past_when_names_collide():
+    """A page is refused because its name is taken: those after it stay private."""
+    cache, tokens = PrefixCache(12, 2, "hash"), [0, 0, 1, 1, 2, 2]
+    with weak_names():
+        cache.release(computed(cache, [0, 0, 1, 0]), [0, 0, 1, 0], 4)
+        lease = computed(cache, tokens)
+        for committed in (4, 6):
+            cache.publish(lease, tokens, committed)
+            assert lease.num_shared == 1
+            cache.check()
+        assert cache.find([0, 0, 2, 2]).matched_len == 2, "nobody computed 0 0 2 2"
+        cache.release(lease, tokens, 6)
     assert cache.stats()["pages_free"] == 10
 
 
@@ -265,7 +252,8 @@ class Run:
             self.end()
             self.check()
         stats = self.cache.stats()
-        assert stats["pages_private"] == stats["pages_pinned"] == 0
+        held = stats["pages_private"] + stats["pages_pinned"]
+        assert held == 0, "pages are held when all have ended"
         return stats
 
 
@@ -277,11 +265,12 @@ def test_every_request_reads_its_own_tokens(index, seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_request_reads_its_own_tokens_when_names_collide(weak_names, seed):
-    Run(PrefixCache(10, 1 + seed % 4, "hash"), seed).go(300)
+def test_every_request_reads_its_own_tokens_when_names_collide(seed):
+    with weak_names():
+        Run(PrefixCache(10, 1 + seed % 4, "hash"), seed).go(300)
 
 
-# ---- Faults made on purpose: each must be found ---------------------------------------
+# ---- Faults made on purpose: each must be found --------------------------------------
 class NotRemapped(PrefixCache):
     def publish(self, lease, token_ids, num_committed):
         before = list(lease.pages)
@@ -337,7 +326,7 @@ FAULTS = {
     NotCommitted: "a request reads another's tokens",
     NotFull: "a request reads another's tokens",
     PinsLate: "evicted or moved",
-    KeepsPart: "",  # the sums at the end do not add up
+    KeepsPart: "pages are held when all have ended",
     DoesNotUnpin: "a pin without a user",
     FreesPublished: "a page that is free and in use",
 }
@@ -351,26 +340,29 @@ def test_a_planted_fault_is_found(fault, index):
             Run(fault(6, 3, index), seed).go(200)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda c, a, b: c.pool.free(a.pages[-1:]), "free and in use"),
-        (lambda c, a, b: c.leases.remove(a), "nobody holds"),
-        (lambda c, a, b: a.pages.__setitem__(-1, b.pages[-1]), "two owners"),
-        (
-            lambda c, a, b: setattr(a, "num_shared", 3),
-            "private and published|not publis",
-        ),
-        (lambda c, a, b: c.index.lock(c.find([9] * 4)), "a pin without a user"),
-    ],
-)
-def test_check_names_what_broke(spoil, message):
+def evict_under_a_lease(cache, lease, _):
+    cache.index.unlock(lease.handle)
+    cache.pool.free([slot // 4 for slot in cache.index.evict_pages(3)])
+
+
+SPOILED = {
+    "a page that is free and in use": lambda c, a, b: c.pool.free(a.pages[-1:]),
+    "a page that nobody holds": lambda c, a, b: c.leases.remove(a),
+    "a private page with two owners": lambda c, a, b: a.pages.append(b.pages[-1]),
+    "a page both private and published": lambda c, a, b: a.pages.append(a.pages[0]),
+    "a lease points to a page that is not published": evict_under_a_lease,
+    "a pin without a user": lambda c, a, b: c.index.lock(c.find([9] * 4)),
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_check_names_what_broke(message):
     cache = PrefixCache(8, 4)
     cache.release(computed(cache, [9] * 4), [9] * 4, 4)
     a, b = computed(cache, list(range(10))), computed(cache, list(range(20, 30)))
     cache.publish(a, list(range(10)), 8)
     cache.check()
-    spoil(cache, a, b)
+    SPOILED[message](cache, a, b)
     with pytest.raises(AssertionError, match=message):
         cache.check()
 
@@ -446,7 +438,7 @@ Leases.TestCase.settings = settings(
 TestLeases = Leases.TestCase
 
 
-@pytest.mark.parametrize("index", ["radix", "hash"])
+@both_indexes
 def test_an_acquire_that_fails_changes_nothing(index):
     """No page moves, no lock is left, and the prefix has not been used."""
     cache = PrefixCache(4, 4, index)
