@@ -1272,7 +1272,7 @@ Steps(frames)
 # Pages [0 and 1](#three) are in both tables, written once and read by two. When B ends they
 # stay pinned for C; when C ends they stay published, for whoever comes. These are the two
 # levels: the upper rows of the picture say where each request's tokens are, the pool says
-# which pages may be handed out. The log has every move, in order:
+# which pages may be handed out. The log has what was allocated, published and freed:
 
 # %%
 for event in log.events:
