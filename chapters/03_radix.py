@@ -5,16 +5,15 @@
 # [16](#naive). Nine tokens are computed again although their keys and values lie in memory.
 # Before you call that a bug, look at what the cache can hand out: pages of 16 tokens. The
 # second page holds nine shared tokens and seven that are not. To use the nine, the second
-# request would have to write its own tokens, from the tenth on, into a page that others
-# read. So a page is shared whole or not at all.
+# request would have to write the other seven into a page that others read. So a page is shared
+# whole or not at all.
 #
 # "Is this prefix cached?" sounds like a question for yes or no. The answer is a *length*,
 # and it changes. Further down, the same 64 tokens are sent five times, and the cache gives
-# [0, 64, 0, 48 and 0](#strange) of them. Nothing is broken there. By then you will say why, each
-# time, by looking at the structure that this chapter builds: a tree in which every path from
-# the root is a prefix that somebody has computed. SGLang calls it a radix cache. It has three
-# operations, *match*, *insert* and *evict*, and two without which these go wrong, *lock* and
-# *unlock*.
+# [0, 64, 0, 48 and 0](#strange) of them. Nothing is broken there. Each number can be read off the
+# structure that this chapter builds: a tree in which every path from the root is a prefix that
+# somebody has computed. SGLang calls it a radix cache. It has three operations, *match*,
+# *insert* and *evict*, and two without which these go wrong, *lock* and *unlock*.
 #
 # ## The version that cannot be wrong
 #
@@ -118,8 +117,8 @@ class Slots(Sequence[int]):
 # %% [markdown]
 # The key of a node is the bytes of its tokens, four for each. Comparing two runs of 2,048
 # tokens is then one comparison in C, not 2,048 comparisons of Python objects. Children are
-# found by their first page, in a dictionary. Two children of one node always differ there:
-# if they did not, they would share that page, and it would be a node of its own.
+# found by their first page, in a dictionary. Two children of one node always differ there; if
+# not, that page would be shared, and stand above them.
 
 
 # %% export="radix.py"
@@ -161,15 +160,14 @@ class Root(Node):
 
 
 # %% [markdown]
-# The last five fields of `Node` say who uses it, and since when. They belong to eviction and to
-# locks; skip them for now.
+# The last five fields of `Node` belong to locks and eviction; skip them for now.
 #
 # ## Match: a question changes nothing
 #
 # A lookup returns a small object that cannot be changed. Only such an object can be locked
-# later: nobody can lock, or unlock, what was never matched. It remembers the place in the
-# tree where the match ended, and how often the tree had changed until then. Whoever locks
-# it at once need not walk again.
+# later, so nobody can lock what was never matched. It remembers where in the tree the match
+# ended, and how often the tree had changed by then: whoever locks it at once need not walk
+# again.
 
 
 # %% export="radix.py"
@@ -244,8 +242,8 @@ class RadixCache:
 # the parts into one class in `radix.py`. (An object knows what its class knew when it was
 # made, so we make new caches as we go.)
 #
-# The last line of the constructor names a queue of leaves that can be evicted. We build it
-# when we know what it has to do. Until then a list serves, searched from end to end:
+# The constructor's last line names a queue of leaves that can be evicted. We build it when we
+# know what it has to do. Until then a list serves, searched from end to end:
 
 
 # %%
@@ -415,9 +413,9 @@ class RadixCache(RadixCache):
 
 
 # %% [markdown]
-# A new leaf may be the next to be evicted, so the queue hears of it. And to look at the
-# tree we need a way to visit its nodes, one that does not call itself: Python gives up at a
-# depth of a thousand calls, and a tree has no such limit.
+# A new leaf may be the next to be evicted, so the queue hears of it. And we want to visit the
+# nodes, without recursion: Python gives up at a depth of a thousand calls, and a conversation
+# does not.
 
 
 # %% export="radix.py"
@@ -465,15 +463,10 @@ class RadixCache(RadixCache):
 # %% name="found" claims="S07"
 cache = RadixCache(page_size=16)
 cache.insert(first, range(40))
-found = cache.match_prefix(second)
+found, nodes = cache.match_prefix(second), list(cache.nodes())
 slots = found.kv_indices
 print(found.matched_len, "of 25 shared tokens, in slots", slots[0], "to", slots[-1])
-print(
-    cache.total_size,
-    "of the 40 tokens are cached, in",
-    len(list(cache.nodes())),
-    "node",
-)
+print(cache.total_size, "of the 40 tokens are cached, in", len(nodes), "node")
 
 # %% [markdown]
 # The last 8 of the 40 tokens do not fill a page and are not in the tree at all. How bad is
@@ -490,14 +483,14 @@ for num_shared in (20, 25, 1_024, 1_039):
     )
 
 # %% [markdown]
-# Of 20 tokens a [fifth](#loss) is lost. Beyond a thousand it is [1.4%](#loss) at the worst, with a
-# page short of its last token. Short common prefixes pay for pages, long ones do not notice.
+# Of 20 tokens [20.0%](#loss) are lost; beyond a thousand it is [1.4%](#loss) at the worst, with a
+# last page that lacks one token. Short prefixes pay for pages, long ones do not notice.
 #
 # ## A fork cuts a node in two
 #
-# From here on the trees are small enough to draw: pages of one token, which we call A, B, C.
-# `A B C D` is there, and somebody is reading it. *Used* is the tick of the clock at the last
-# use; the clock ticks once for each operation. Now `A B E` is to be inserted.
+# From here on the trees are small enough to draw: pages of one token, called A, B, C and so on.
+# *Used* is the tick of the clock at the last use; it ticks once for each operation. `A B C D`
+# is there, and `A B E` is to be inserted.
 
 # %% tags=["hide-input"]
 from minivllm.drawing import Branch, Steps, draw_tree
@@ -534,11 +527,11 @@ picture(small, "Before: four pages without a fork are one node.")
 # The walk ends after `A B`, inside the node. The new leaf needs a node that *ends* there, so
 # the run is cut: an upper half that both share, and a lower half with the rest.
 #
-# Which half is the old object? Somebody may hold it, because a running request has locked it,
-# and that request uses all of `A B C D`. So the old object stays where its *end* is, and the
-# new one goes in above it. Is it locked? If the lower half is: whoever uses that uses
-# everything above it. And when was the lower half used? When it was used before. Somebody
-# asked for `A B` now, and that says nothing about `C D`.
+# Which half is the old object? A running request may have locked it, and that request uses all
+# of `A B C D`. So the old object stays where its *end* is, and the new one goes in above it,
+# locked if the lower one is: whoever uses that uses everything above it. And the lower half
+# keeps its old tick: somebody asked for `A B` now, which says nothing about `C D`. Further down
+# each of these three decisions is reversed, and something breaks.
 
 
 # %% export="radix.py"
@@ -575,13 +568,11 @@ picture(
 )
 
 # %% [markdown]
-# The second prompt came with slots 10 and 11 for `A B`, and the tree kept 0 and 1. The
-# caller now has two slots too many and must give them back without pointing at freed
-# memory. That is a subject of chapter 4.
+# The second prompt came with two slots of its own for `A B`, and the tree kept those it had. The
+# caller must give the two back without pointing at freed memory: chapter 4.
 #
-# You may read elsewhere, in a description of this very operation, that `A B C D` is cut into
-# `A B` and `C D`, and that a new branch beginning with `C` goes beside `C D`. Try to make that
-# tree. Which common prefix do you get with `A B C E`?
+# An erratum belongs here. A published description of this operation cuts `A B C D` into `A B` and
+# `C D`, and hangs a new branch that begins with `C` beside `C D`. Try to make that tree:
 
 # %% name="fork" claims="S08"
 for page_size in (1, 2, 4):
@@ -591,15 +582,14 @@ for page_size in (1, 2, 4):
     print("pages of", page_size, "·", " / ".join(words(node) for node in tree.nodes()))
 
 # %% [markdown]
-# With pages of one token the cut comes after `A B C`. Two branches that both begin with `C`
-# would share `C`, so it belongs above them: children of one node differ in their first page.
-# In that word, *page*, lies the grain of truth. With pages of two tokens the branches `C D` and
-# `C E` do stand side by side, for their first pages differ; with pages of four nothing is shared
-# at all.
+# With pages of one token the cut comes after `A B C`. Two branches that both begin with `C` share
+# `C`, so it belongs above them: children of one node differ in their first page. With pages
+# of two tokens `C D` and `C E` do stand side by side, since those *pages* differ. With pages of
+# four nothing is shared.
 #
-# Now we can also say why a *match* that ends inside a node should not cut it. A scheduler asks
-# for requests that it will not admit in this step, nor in the next. Here are 39 such
-# questions, and beside our cache one that prepares the node for the lock that may follow:
+# Why should a *match* that ends inside a node not cut it, too? A scheduler asks for requests
+# that it will not admit in this step, nor in the next. Here are 39 such questions, put to our
+# cache and to one that cuts at once, for the lock that may follow:
 
 
 # %% name="curious" claims="S07"
@@ -622,9 +612,8 @@ for kind in (RadixCache, CuriousCache):
     )
 
 # %% [markdown]
-# The answers are the same. The curious cache has [40](#curious) nodes now where it had one, and every
-# later walk goes through them, although nobody has used anything. A question leaves the tree as
-# it was.
+# The answers are the same. The curious cache now has [40](#curious) nodes where it had one. Every
+# later walk goes through them, and nobody has used anything.
 #
 # Your turn: what must the second prompt be, so that the tree has a single node? And so that it
 # has two?
@@ -645,23 +634,18 @@ for node in tree.nodes():
 # A request decodes. Each time it has filled a page, the page goes into the tree:
 
 # %% name="chain"
-chain_of_leaves = RadixCache(page_size=1)
+decoding = RadixCache(page_size=1)
 for n in range(2, 7):
-    chain_of_leaves.insert(range(n), range(n))
-print(
-    len(list(chain_of_leaves.nodes())), "nodes for", chain_of_leaves.total_size, "pages"
-)
-picture(chain_of_leaves, "A prompt A B and four pages decoded after it: a chain.")
+    decoding.insert(range(n), range(n))
+print(len(list(decoding.nodes())), "nodes for", decoding.total_size, "pages")
+picture(decoding, "A prompt A B and four pages decoded after it: a chain.")
 
 # %% [markdown]
-# A prompt and 128 decoded tokens at page size 16 would be nine nodes in a row, and every
-# later walk would go through all of them, link by link. Nothing forks here. Nobody would miss
-# the borders: the tail goes first in any case.
-#
-# So if the node above is a leaf, it may grow. Two things could speak against it. Another
-# request holds a lock that ends there, and that lock must not come to cover more. (The lock of
-# the request that is growing does not count: `num_own_locks`.) Or the policy of eviction
-# tells the two apart, and would let another leaf go between them.
+# Every later walk would go through all of them, link by link, and nothing forks here. So if the
+# node above is a leaf, it may grow instead. Two things could speak against it. Another request
+# holds a lock that ends there, and that lock must not come to cover more. (The lock of the
+# request that is growing does not count: `num_own_locks`.) Or the eviction policy tells the
+# two apart, and might let another leaf go between them.
 
 
 # %% export="radix.py"
@@ -705,21 +689,20 @@ print("found of A B C D:", small.match_prefix([A, B, C, D]).matched_len, "tokens
 print("still in memory:", orphans)
 
 # %% [markdown]
-# The walk begins at the root, so nobody finds `C D` any more, and nobody frees its slots. It
-# would be of no use if found: chapter 1 showed that the K/V of `C` are made from those of `A`
-# and `B`. A page is worth something as long as all pages before it are there. So only a
-# *leaf* may go, and only one that no request has locked; its parent may follow once it is a
-# leaf itself. Within a leaf the same holds: if one page is asked for and the leaf has a hundred,
-# the last one goes.
-
-# %% [markdown]
+# The walk begins at the root, so nobody finds `C D` any more, and nobody frees its slots. Nor
+# would finding them help: a new token attends to *all* tokens before it ([chapter
+# 1](01_kv_cache.md)), and the K/V of `A` and `B` are gone. A page is worth something as long as
+# all pages before it are there. So only a *leaf* may go, one that no request has locked. Its
+# parent may follow when it is a leaf itself. Within a leaf the same holds: if one page is asked
+# for and the leaf has a hundred, the last one goes.
+#
 # Which leaf? The default policy is `lru`: the least recently used one. `lfu` takes the one
 # used least often, `fifo` the oldest; they are the three lines of the table `EVICTION`.
 #
-# Now, using a prefix uses every node on its path. Writing that down costs a walk back to the
-# root for each use, and nobody looks at an inner node's notes before it has become a leaf. So
-# a use is noted at its end only. Below, a system prompt `A` was used by three questions, and a
-# question `F` was asked twice. What does the tree know about `A`?
+# Using a prefix uses every node on its path. Writing that down costs a walk back to the root for
+# each use, and nobody looks at an inner node's notes before it is a leaf. So a use is noted
+# at its end only. Below, three questions have used a system prompt `A`, and a question `F` was
+# asked twice. What does the tree know about `A`?
 
 
 # %% tags=["hide-input"]
@@ -741,9 +724,9 @@ picture(
 )
 
 # %% [markdown]
-# Nothing, so far. It will when it must: a leaf that goes leaves its hits to its parent, and
-# its time, if that is the later one. When `A` has become a leaf it has what all those walks
-# would have written. These are the last lines of `_trim`.
+# Nothing yet. It will when it must: a leaf that goes leaves its hits to its parent, and its
+# time, if that is the later one. Once `A` is a leaf it has what all those walks would have
+# written. See the end of `_trim`:
 
 
 # %% export="radix.py"
@@ -799,10 +782,10 @@ for tokens, slots in [
 ]:
     cache.insert(tokens, slots)
 says = [
-    "Seven pages, three leaves. C D has the oldest tick.",
+    "Six pages, three leaves. C D has the oldest tick.",
     "One page is asked for: D, the tail of that leaf, and no more.",
     "Then C. The parent still has a child, E.",
-    "Next is F, used at 3. A B says 2, but it is no leaf.",
+    "Then F, used at 3. A B says 2, but it is no leaf.",
     "E is gone and has left its tick, 4, to A B, which is a leaf now.",
     "B, the tail of what is left. Then A.",
 ]
@@ -840,7 +823,7 @@ for kind in (RadixCache, HeirlessCache):
 # that was asked twice. Without an inheritance the prompt goes first. (Under `lru` the same
 # happens as soon as locks keep an older leaf from going.)
 #
-# The split took care, too, that the lower half kept its old time. Suppose it does not:
+# The split took care that the lower half kept its old time. Suppose it does not:
 
 
 # %% name="refreshed"
@@ -865,9 +848,8 @@ for kind in (RadixCache, RefreshingCache):
 #
 # ### Three policies, three losers
 #
-# Which policy is best? A replay tells: match, insert, and evict what exceeds the capacity.
-# Here with prompts of one page and room for three, first a scan of prompts that never come
-# back, then a change of subject, then a favourite among strangers.
+# Which policy is best? A replay tells: match, insert, and evict what exceeds the capacity. The
+# prompts are one page, the room is three. Each letter is a prompt.
 
 
 # %% name="policies"
@@ -896,11 +878,9 @@ for name, letters in workloads.items():
     print(f"{name:14}", *(f"{count:5}" for count in counts))
 
 # %% [markdown]
-# Each of them loses somewhere. Under `lru` and `fifo` a scan washes the favourite out. `lfu` keeps
-# it, and by the same virtue keeps `A` and `B` when nobody asks for them any more:
-# [6](#policies) hits and not [12](#policies). `fifo` does not note uses at all, and throws a
-# favourite out because it is old. The default is `lru`: a conversation is likely to go on
-# soon, or not at all.
+# Each of them loses somewhere. A scan washes `A` out under `lru` and `fifo`. `lfu` keeps it, and
+# for the same reason keeps `A` and `B` when nobody asks for them any more: [6](#policies) hits,
+# not [12](#policies). `fifo` notes no uses, and throws a favourite out because it is old.
 #
 # ### A queue that does not search
 #
@@ -950,11 +930,11 @@ for num_leaves in (100, 400, 1_600):
 #
 # Most leaves come in the order in which they will go, the newest last. So they stand in a
 # *line*, and the victim is its head. A leaf with an older time (a parent that inherited, a
-# leaf that was unlocked) would have to push in; it goes to a *heap* beside the line, and the
-# smaller of the two heads is next. Times change while an entry waits, but they only grow.
-# So an entry may be too early and never too late. One that comes out too early is put back
-# with its present time; one whose node is no longer an unused leaf is dropped, and the node is
-# entered again when it becomes one.
+# leaf just unlocked) would have to push in; it goes to a *heap* beside the line, and the smaller
+# of the two heads is next. Times change while an entry waits, but they only grow, so an entry
+# may stand too early and never too late. One that comes out too early is put back with its
+# present time. One whose node is no longer an unused leaf is dropped; the node is entered again
+# when it becomes one.
 
 
 # %% export="radix.py"
@@ -1014,7 +994,7 @@ for num_leaves in (100, 400, 1_600, 6_400):
 # %% [markdown]
 # In order, [one](#queue-looks) comparison finds each victim, however many leaves there are. If all
 # leaves are used again, in a shuffled order, every entry comes out of the line too early once,
-# and moves to the heap. Then four times the leaves cost about four comparisons more: a
+# and most move to the heap. Then four times the leaves cost about four comparisons more: a
 # logarithm. Does it take the victims that the list would take?
 
 # %% name="same-victims"
@@ -1044,15 +1024,14 @@ taken = set(promised.kv_indices) & set(evicted)
 print(len(promised.kv_indices), "slots promised,", len(taken), "of them given away")
 
 # %% [markdown]
-# Nothing fails here. The reader would find a stranger's keys and values in its slots, and answer
-# with confidence. So it *locks* what it matched, before anything else can happen, and unlocks
-# it when it ends. A lock counts on the whole path up to the root, and protects the matched
-# tokens, no more: if the match ended inside a node, it is the lock that cuts it. To lock the
-# whole node, "to be on the safe side", would pin pages that nobody reads. A pool full of those
-# looks like a memory leak.
+# Nothing fails here. The reader finds a stranger's keys and values in its slots, and answers
+# fluently. So it *locks* what it matched, before anything else can happen, and unlocks it when it
+# ends. The lock protects the matched tokens and no more: if the match ended inside a node, it is
+# the lock that cuts it. To lock the whole node, "to be on the safe side", would pin pages that
+# nobody reads, and a pool full of those looks like a memory leak.
 #
-# The handle that comes back is the only way to unlock, and it works once. Who locks too late
-# is told so.
+# The handle that comes back is the only way to unlock, and it works once. Whoever locks too
+# late is told so.
 
 
 # %% export="radix.py"
@@ -1105,8 +1084,8 @@ class RadixCache(RadixCache):
 
 
 # %% [markdown]
-# How far up must a lock count? A conversation may lie deep. Here is one of 64 nodes, each of
-# which is used by all eight requests that lock its end:
+# A locked leaf needs everything above it, so a lock must show on the whole path up to the root.
+# The path may be long. Here is one of 64 nodes, and eight requests that lock its end:
 
 # %% name="deep-locks"
 deep = RadixCache(
@@ -1117,10 +1096,9 @@ for n in range(1, 65):
 print(8 * len(list(deep.nodes())), "counts to write, and to take back later")
 
 # %% [markdown]
-# After the first request the path is safe already. The second only has to add that it ends
-# here as well. So a node counts two things: the handles that end at it, and those *children*
-# that are locked. A node that was locked before counts on its parent already, and the way up
-# ends there.
+# After the first request the path is safe. The second need only add that it ends here as well.
+# So a node counts the handles that end at it, and those of its *children* that are locked. A
+# node that was locked before counts on its parent already, and the way up stops there.
 
 
 # %% export="radix.py"
@@ -1168,8 +1146,7 @@ picture(
 )
 
 # %% [markdown]
-# Now the promise again, with a lock before and with a lock too late. Asked for 32 tokens, the
-# tree can give the second page and nothing else:
+# Now the promise again, once with a lock in time and once with a lock too late:
 
 # %% name="kept" claims="S11"
 cache = RadixCache(page_size=16)
@@ -1195,9 +1172,9 @@ print("after the unlock:", len(cache.evict(32)), "tokens more")
 # %% [markdown]
 # ### What a split must not forget
 #
-# Two decisions of `_split` may have looked arbitrary: the old object goes below, and the new one
-# is locked with it. Here are two caches that decide otherwise. The first does what comes to
-# mind first: shorten the node, and hang the rest below it.
+# The split made two more decisions: the old object goes below, and the new one is locked with
+# it. Here are two caches that decide otherwise. The first does what comes to mind first: shorten
+# the node, and hang the rest below it.
 
 
 # %%
@@ -1274,8 +1251,8 @@ Steps(frames)
 # ### Going on below a lock
 #
 # A running request holds a lock and goes on computing. Each time one of its pages is complete
-# it could insert its whole sequence again, from the root. How many pages would pass through
-# the walk, for a request that grows to 2,000 pages?
+# it could insert its whole sequence again, from the root. For a request that grows to 2,000
+# pages:
 
 
 # %% name="from-the-root"
@@ -1348,13 +1325,13 @@ for n in range(2_000):
 print(f"{cache.pages_walked:,} pages walked to enter {cache.total_size:,}")
 
 # %% [markdown]
-# One page of work for a page. (The lock of the empty match is a lock on the root. A root's key
-# is empty, so it adds nothing to the sizes, and it has no parent, so it is never evictable.)
+# One page of work for a page. (The lock of an empty match is a lock on the root, whose key is
+# empty: it protects nothing.)
 #
 # ## Equal tokens that must not share
 #
-# Two tenants may send the same tokens and must not learn from each other's timing. Their
-# `extra_key` picks the root, so there is no path from one to the other:
+# Two tenants send the same tokens and must not learn from each other's timing. The `extra_key`
+# picks the root, so no path leads from one to the other:
 
 # %% name="tenants"
 cache = RadixCache(page_size=16)
@@ -1365,7 +1342,7 @@ for tenant in ("red", "blue", None):
 print(cache.total_size, "tokens held")
 
 # %% [markdown]
-# The price stands in the last line: the same page is held twice.
+# The price: the same two pages are held twice.
 #
 # ## Right by comparison
 #
@@ -1392,10 +1369,9 @@ class RadixCache(RadixCache):
 
 
 # %% [markdown]
-# The naive cache from the beginning is the judge. [2,000](#compared) random operations on
-# prompts of up to eight pages, which begin alike now and then; the tree must give the same
-# slots as the dictionary after each one. (The tests of this book do the same with locks
-# and evictions in the mix.)
+# The naive cache from the beginning is the judge. After each of [2,000](#compared) random
+# operations on prompts that begin alike now and then, the tree must give the same slots as the
+# dictionary. (The book's tests do the same with locks and evictions in the mix.)
 
 # %% name="compared"
 rng = random.Random(3)
@@ -1418,7 +1394,7 @@ num_nodes = len(list(tree.nodes()))
 print(f"2,000 answers equal; {len(tree.pages())} pages in {num_nodes} nodes")
 
 # %% [markdown]
-# And the judge of depth: 5,000 nested prefixes, each a node of its own, are one path.
+# And a path of 5,000 nested prefixes, each a node of its own:
 
 # %% name="nested"
 deep = RadixCache(page_size=1, eviction="fifo")
@@ -1435,9 +1411,9 @@ print(
 # %% [markdown]
 # ## When memory is full
 #
-# So far it worked. Now let it be used: 60 conversations of 8 turns, 15 of them going on at a
-# time, one system prompt of 128 tokens. Each turn sends everything said so far and some
-# tokens more. (The sizes are drawn from a seeded generator.)
+# Now let it be used: 60 conversations of 8 turns, 15 of them going on at a time, one system
+# prompt of 128 tokens. Each turn sends everything said so far and some tokens more, drawn from
+# a seeded generator.
 
 
 # %% name="conversations"
@@ -1470,7 +1446,7 @@ print(f"reused with unbounded memory: {best:.0%}")
 
 # %% name="hit-ratio" claims="S13"
 ratios = {}
-for capacity in (2_048, 4_096, 6_144, 8_192, 12_288, 16_384, 24_576, 65_536):
+for capacity in (2_048, 4_096, 6_144, 8_192, 12_288, 16_384, 24_576):
     run = list(replay(prompts, capacity, PAGE))
     ratios[capacity] = sum(reused for reused, _ in run) / asked
     usage = run[-1][1] / capacity
@@ -1485,35 +1461,44 @@ from minivllm.drawing import Picture
 
 def curves(lines, marks, caption: str) -> Picture:
     """Lines of (x, y) from 0 to 1, the n-th dashed by n; marks are words on the x axis."""
-    plot, wide, high = Picture(caption), 520, 200
+    plot, left, wide, low, high = Picture(caption), 40, 500, 210, 200
     for y in (0, 0.5, 1):
-        plot.text(34, high - high * y + 4, f"{y:.0%}", "end")
-        plot.line(40, high - high * y, 40 + wide, high - high * y)
+        plot.text(left - 6, low - high * y + 4, f"{y:.0%}", "end")
+        plot.line(left, low - high * y, left + wide, low - high * y)
     for x, mark in marks:
-        plot.text(40 + wide * x, high + 20, mark)
+        plot.text(left + wide * x, low + 20, mark)
     for dash, (label, points) in zip(("0", "7 4", "2 3"), lines.items(), strict=False):
-        path = " ".join(f"{40 + wide * x:.1f},{high - high * y:.1f}" for x, y in points)
+        path = " ".join(
+            f"{left + wide * x:.1f},{low - high * y:.1f}" for x, y in points
+        )
         plot.shapes.append(
             f'<polyline points="{path}" fill="none" stroke="currentColor" '
             f'stroke-width="2" stroke-dasharray="{dash}"/>'
         )
-        plot.text(46 + wide, high - high * points[-1][1] + 4, label, "start")
+        plot.text(
+            left + wide + 6, low - high * points[-1][1] + 4, f"{label}   ", "start"
+        )
     return plot
 
 
+most = max(ratios)
 curves(
-    {"reused": [(c / 65_536, ratio) for c, ratio in ratios.items()]},
-    [(c / 65_536, f"{c:,}") for c in (8_192, 24_576, 65_536)],
-    "The share of prompt tokens that is reused, over the capacity of memory in tokens.",
+    {
+        "usage": [(c / most, 1) for c in ratios],
+        "reused": [(c / most, ratio) for c, ratio in ratios.items()],
+    },
+    [(c / most, f"{c:,}") for c in (2_048, 8_192, 16_384, 24_576)],
+    "Over the capacity of memory in tokens: usage (solid) is 100% everywhere. The share of prompt "
+    "tokens that is reused (dashed) rises until the conversations that go on fit.",
 )
 
 # %% [markdown]
 # Memory is full in every row, and the share goes from [32%](#hit-ratio) to [79%](#hit-ratio). So
 # a usage of 100% by itself says nothing: at 16,384 tokens memory is as full as at 2,048, and
-# the share is that of unbounded memory. What is in it by then, besides the conversations that
-# go on, is conversations that have ended. Below that size the two compete. (`fifo` does as well as
-# `lru` here, since each turn makes a new leaf: the oldest leaf *is* the one used longest ago.
-# `lfu` adds up the turns of what is over and evicts what has begun.)
+# the share is that of unbounded memory. The conversations that go on all fit, and the rest is
+# filled with those that have ended. Below that size the two compete. (`fifo` does as well as
+# `lru` here: each turn makes a new leaf, so the oldest leaf *is* the one used longest ago.
+# `lfu` adds up the turns of a conversation when its leaves go, and keeps those that are over.)
 #
 # The same thing over time, with room for 4,096 tokens:
 
@@ -1542,10 +1527,10 @@ curves(
 )
 
 # %% [markdown]
-# At first the three lines have nothing to do with each other. At the moment when usage arrives
-# at 100%, the share reused leaves the dashed line and falls, and nothing about the requests
-# has changed at that moment. Now each page that comes in pushes one out, and `lru` picks the
-# conversation that has been silent longest. If its user was typing, that was the wrong one.
+# For the first 40 prompts the dotted line lies on the dashed one. Then usage arrives at 100%, and
+# the share that is reused falls, though nothing about the requests has changed. From now on
+# each page that comes in pushes one out, and `lru` picks the conversation that has been silent
+# longest. If its user was typing, that was the wrong one.
 #
 # Would a better policy help? Take the worst case: five prompts in turn, and room for four.
 # Beside `lru` stands a judge who knows the future and throws out what is needed last.
@@ -1574,9 +1559,9 @@ for capacity in (4, 5):
 # %% [markdown]
 # `lru` gets [0](#cycle) hits of 50, the judge [36](#cycle). Whenever `A` comes, it is `A` that has
 # just been thrown out, for it was the one not used for longest. One page more, and both get
-# [45](#cycle): a cliff, and not a slope. `lru` reads the past and bets that the future looks like
-# it. A cycle is the future in which that bet is always wrong, and no note on a node could
-# tell.
+# [45](#cycle): a cliff, not a slope. `lru` bets that what was used last comes back first. In a
+# cycle that bet is always wrong, and no note on a node can tell, for it is a note about the
+# past.
 #
 # ## Look at the tree first
 #
@@ -1628,16 +1613,16 @@ for request in requests:
     print_tree(memory)
 
 # %% [markdown]
-# Every number is a place in one of these trees. The first request finds nothing, the second all
-# of `RULE`. The third says `blue`: another root, which is empty. It computes a copy of its own,
-# and the memory of eight pages pays for that with `b`, `a` and the tail of `RULE`. So the
-# fourth finds `RUL`, [48](#strange) tokens. The fifth has put one page, perhaps today's date, in
-# front. Its walk ends at the root, because the root has no child that begins with `8`. The
-# rest of `RULE` lies there, untouched by the question.
+# Every number can be read off one of these trees. The first request finds nothing, the second all
+# of `RULE`. The third says `blue`, whose root does not exist yet. It computes a copy of its
+# own, and the memory of eight pages pays for it with `a`, `b` and the tail of `RULE`. So the
+# fourth finds `RUL`, [48](#strange) tokens. The fifth has one page, perhaps today's date, in
+# front. The root has no child that begins with `8`, and the walk ends before it begins. `RULE`
+# lies beside it, whole, and is not asked.
 #
 # So a hit is not a fact about a prompt. It needs equal ids from the very first token, the same
-# key, a path that is still there, and slots that still belong to it. Ask in this order, before
-# you ask the scheduler anything.
+# key, a path that is still there, and slots that still belong to it. Ask for these, in this
+# order, before you ask the scheduler.
 #
 # ## What still goes wrong
 #

@@ -254,11 +254,13 @@ def test_eviction_frees_exactly_what_is_asked():
     assert cache.evict(9) == [4, 5, 6, 7, 8, 9, 10, 11, 112, 113, 114, 115]
 
 
-def test_five_thousand_nested_prefixes():
-    """b10: nothing recurses."""
-    cache = RadixCache(page_size=1)
+@pytest.mark.parametrize(("eviction", "num_nodes"), [("lru", 1), ("fifo", 5000)])
+def test_five_thousand_nested_prefixes(eviction, num_nodes):
+    """b10: nothing recurses, not even where no leaf grows and each is a node."""
+    cache = RadixCache(1, eviction)
     for n in range(1, 5001):
         cache.insert(range(n), range(n))
+    assert len(list(cache.nodes())) == num_nodes
     match = cache.match_prefix(range(5000))
     assert match.matched_len == cache.total_size == 5000
     handle = cache.lock(match)
