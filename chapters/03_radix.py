@@ -1153,15 +1153,8 @@ cache = RadixCache(page_size=16)
 cache.insert(first, range(40))
 promised, whole = cache.match_prefix(second), cache.match_prefix(first)
 handle = cache.lock(promised)
-evicted = cache.evict(32)
-print(
-    "evicted: slots",
-    evicted[0],
-    "to",
-    evicted[-1],
-    "· protected:",
-    cache.protected_size,
-)
+gone, kept = cache.evict(32), cache.protected_size
+print("evicted: slots", gone[0], "to", gone[-1], "· protected:", kept)
 try:
     cache.lock(whole)
 except StaleMatch as error:
@@ -1216,11 +1209,10 @@ for kind in (RadixCache, UpsideDownCache, UnlockedCache):
 
 # %% [markdown]
 # While the first reader works, the upside-down cache gives slots [3 and 2](#broken) away: the
-# handle stayed with the object, and the object has lost the half that the reader needs most.
-# The unlocked cache looks right for as long as that reader is there. But its unlock takes from
-# the upper half a count that nobody had written, the second reader's lock brings it back to
-# zero, and slots [1 and 0](#broken) go while they are being read. That fault shows three
-# operations after it was made.
+# handle stayed with the object, and the object no longer ends where the reader does. The unlocked
+# cache looks right for as long as that reader is there. But its unlock takes a count from the
+# upper half that nobody had written, the second reader's lock brings it back to zero, and slots
+# [1 and 0](#broken) go while they are being read. By then the split that did it is long past.
 #
 # The right one, a step at a time:
 
@@ -1404,9 +1396,8 @@ for n in range(5_000):
 depth = len(list(deep.nodes()))
 deep.check()
 deep.unlock(handle)
-print(
-    f"{depth:,} nodes deep; {len(deep.evict(9_999)):,} evicted; {deep.total_size} left"
-)
+num_evicted = len(deep.evict(9_999))
+print(f"{depth:,} nodes deep; {num_evicted:,} evicted; {deep.total_size} left")
 
 # %% [markdown]
 # ## When memory is full
@@ -1552,9 +1543,8 @@ def clairvoyant(prompts, capacity: int) -> int:
 cycle = [A, B, C, D, E] * 10
 for capacity in (4, 5):
     lru = sum(reused for reused, _ in replay([[t] for t in cycle], capacity))
-    print(
-        f"room for {capacity}: lru {lru} hits, clairvoyant {clairvoyant(cycle, capacity)}"
-    )
+    best = clairvoyant(cycle, capacity)
+    print(f"room for {capacity}: lru {lru} hits, clairvoyant {best}")
 
 # %% [markdown]
 # `lru` gets [0](#cycle) hits of 50, the judge [36](#cycle). Whenever `A` comes, it is `A` that has
