@@ -306,8 +306,7 @@ class RadixCache(RadixCache):
 
 # %% [markdown]
 # Nearly always `key` repeats a node to its end, and one comparison tells. Otherwise the last
-# page that agrees is found by halving, with whole slices compared each time: for a node of
-# 128 pages, seven comparisons.
+# page that agrees is found by halving: for a node of 128 pages, seven comparisons.
 
 
 # %% export="radix.py"
@@ -326,9 +325,8 @@ class RadixCache(RadixCache):
 # %% [markdown]
 # ## Insert: what is missing becomes a leaf
 #
-# Inserting begins with the same walk. What is left over hangs below the place where the
-# walk ended. The public method checks what it is given: pages are the unit of memory, so the
-# slots of one page must follow each other.
+# Inserting begins with the same walk. What is left over hangs below its end. The public
+# method checks what it is given: the slots of one page must follow each other.
 
 
 # %% export="radix.py"
@@ -700,8 +698,7 @@ print("still in memory:", orphans)
 # used least often, `fifo` the oldest; they are the three lines of the table `EVICTION`.
 #
 # Using a prefix uses every node on its path. Writing that down costs a walk back to the root for
-# each use, and nobody looks at an inner node's notes before it is a leaf. So a use is noted
-# at its end only. Below, three questions have used a system prompt `A`, and a question `F` was
+# each use, and nobody looks at an inner node's notes. So a use is noted at its end only. Below, three questions have used a system prompt `A`, and a question `F` was
 # asked twice. What does the tree know about `A`?
 
 
@@ -1323,7 +1320,7 @@ print(f"{cache.pages_walked:,} pages walked to enter {cache.total_size:,}")
 # ## Equal tokens that must not share
 #
 # Two tenants send the same tokens and must not learn from each other's timing. The `extra_key`
-# picks the root, so no path leads from one to the other:
+# picks the root, and no path leads from one to the other:
 
 # %% name="tenants"
 cache = RadixCache(page_size=16)
@@ -1338,7 +1335,7 @@ print(cache.total_size, "tokens held")
 #
 # ## Right by comparison
 #
-# What must always hold, in one method. Tests call it after every operation:
+# What must always hold is one method, which tests call after every operation:
 
 
 # %% export="radix.py"
@@ -1521,10 +1518,10 @@ curves(
 # For the first 40 prompts the dotted line lies on the dashed one. Then usage arrives at 100%, and
 # the share that is reused falls, though nothing about the requests has changed. From now on
 # each page that comes in pushes one out, and `lru` picks the conversation that has been silent
-# longest. If its user was typing, that was the wrong one.
+# longest. If its user is typing, that is the wrong one.
 #
-# Would a better policy help? Take the worst case: five prompts in turn, and room for four.
-# Beside `lru` stands a judge who knows the future and throws out what is needed last.
+# Would a better policy help? Take the worst case, five prompts in turn and room for four, and
+# beside `lru` a judge who knows the future.
 
 
 # %% name="cycle"
@@ -1580,9 +1577,8 @@ requests = [("RULEa",), ("RULEb",), ("RULEc", "blue"), ("RULEd",), ("8RULEe",)]
 print("reused:", [ask(*request) for request in requests])
 
 # %% [markdown]
-# The same tokens, and they hit now and then. It is tempting to suspect the scheduler, which
-# decides who runs when. But a scheduler can only use what the tree gives it. So print the
-# tree, after each request:
+# They hit now and then. It is tempting to suspect the scheduler, which decides who runs when.
+# But it can only use what the tree gives it. So print the tree, after each request:
 
 
 # %% name="print-the-tree"
@@ -1695,7 +1691,6 @@ print(num_hits, "hits")
 assert num_hits == clairvoyant(cycle, 4) > 0
 
 # %% [markdown]
-# Four of the five stay for ever, and the fifth goes as soon as it has come. On the
-# conversations the same policy would throw away what was said last. And its numbers *shrink*
-# with each use, so an entry in `EvictionQueue` could stand too late in the line, where
-# nobody looks.
+# Four of the five stay for ever, and the fifth goes as soon as it has come. With conversations
+# that would be what was said last. And these numbers *shrink* with each use, so an entry in
+# `EvictionQueue` could stand too late in the line, where nobody looks.
