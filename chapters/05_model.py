@@ -492,14 +492,13 @@ from minivllm.attention import PagedAttention, plan_batch
 from minivllm.batch import Chunk
 from minivllm.model import Decoder
 
-Sampler = Callable[
-    [Tensor, Sequence[Chunk]], list[int]
-]  # logits [chunks, vocab] -> ids
+Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
 
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-    """Choose the token with the largest logit."""
-    return logits.argmax(-1).tolist()
+    """Choose the token with the largest logit; -1 where the logits are not numbers."""
+    best = logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
+    return cast(list[int], best.tolist())
 
 
 class ModelRunner:
@@ -537,11 +536,12 @@ class ModelRunner(ModelRunner):
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
-        if logits.isnan().any():
-            raise FloatingPointError("the model's logits are not numbers")
         wanted = [chunk for chunk in chunks if chunk.samples]
-        tokens = iter(self.sampler(logits, wanted) if wanted else [])
-        return [next(tokens) if chunk.samples else None for chunk in chunks]
+        tokens = self.sampler(logits, wanted) if wanted else []
+        if min(tokens, default=0) < 0:
+            raise FloatingPointError("the model's logits are not numbers")
+        left = iter(tokens)
+        return [next(left) if chunk.samples else None for chunk in chunks]
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
