@@ -1,5 +1,7 @@
-# Exported from chapters/05_model.py (c2aae468): edit the chapter.
+# Exported from chapters/05_model.py (e11a7070): edit the chapter.
 """Attention that reads keys and values through page tables."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
