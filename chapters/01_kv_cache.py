@@ -765,7 +765,7 @@ assert right == [[True] * 7, [True] * 2 + [False] * 5, [True] * 2 + [False] * 5]
 # (chapter 4 explains the states). Two more colours show work: prompt tokens being computed, and
 # output tokens being decoded. The pen itself is 200 lines about rectangles, folded away below.
 
-# %%
+# %% tags=["hide-input"]
 draw_rows(
     [
         ("page states", [(i, 1, each, each) for i, each in enumerate(PAGE_STATES)]),

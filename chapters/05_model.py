@@ -81,10 +81,22 @@ print("C's logits:", verdict(runner.logits([c, a])[0], expected[39]))
 #
 # A training-style forward takes a rectangle: batch × length, padded. A serving engine
 # has nothing rectangular. In one step, request A is in the middle of its prompt with 512
-# tokens, B has 7 left, and C to H each put in one. So the tokens of all of them are laid
-# end to end in one flat row, and for each request there is a *chunk* that says: these
-# are my new tokens, they start at this position, and my keys and values lie in these
-# pages.
+# tokens, B has 7 left, and C to H each put in one.
+
+# %% name="padding"
+new_tokens = [512, 7, 1, 1, 1, 1, 1, 1]
+print(
+    "rectangle:",
+    len(new_tokens) * max(new_tokens),
+    "rows, end to end:",
+    sum(new_tokens),
+)
+
+# %% [markdown]
+# [4,096](#padding) rows, of which all but [525](#padding) are padding. So the tokens are laid
+# end to end in one flat row. Norms, projections and the MLP treat a token by itself and need not
+# know whose it is. Only attention asks, and for it there is a *chunk* for each request that says:
+# these are my new tokens, they start at this position, and my keys and values lie in these pages.
 #
 # This description is all that the scheduler and the model know of each other. It holds
 # no tensors, so the scheduler can be tested without torch.
@@ -262,7 +274,8 @@ print("C reads:   ", plan.chunks[1].context.tolist())
 # %% tags=["hide-input"]
 from minivllm.drawing import draw_rows
 
-rows = [("memory", [(4 * page, 4, "free", f"page {page}") for page in range(8)])]
+names = [*(f"page {page}" for page in range(7)), "scratch"]
+rows = [("memory", [(4 * i, 4, "free", name) for i, name in enumerate(names)])]
 for chunk, placed in zip(batch, plan.chunks, strict=True):
     for i in range(placed.rows.start, placed.rows.stop):
         seen = placed.context
@@ -356,35 +369,28 @@ print("slots written:", written)
 from minivllm.drawing import Steps
 
 
-def memory_picture(filled: dict[int, int], new: list[int], words: str):
-    rows = []
-    for page in range(8):
-        slots = range(4 * page, 4 * page + 4)
-        state = [
-            "computed" if s in new else "private" if s in filled else "free"
-            for s in slots
-        ]
-        cells = [
-            (i, 1, state[i], str(filled[s]) if s in filled else "")
-            for i, s in enumerate(slots)
-        ]
-        rows.append((f"page {page}", cells))
-    return draw_rows(rows, unit=44, caption=words)
+def memory_picture(filled: dict[int, int], new: list[int], read: list[int], words: str):
+    pages = [(4 * page, 4, "free", f"page {page}") for page in range(8)]
+    tokens = [
+        (slot, 1, "computed" if slot in new else "private", str(token))
+        for slot, token in filled.items()
+    ]
+    order = [
+        (i, 1, "computed" if slot in new else "private", str(filled[slot]))
+        for i, slot in enumerate(read)
+    ]
+    rows = [("memory", pages), ("tokens there", tokens), ("gathered", order)]
+    return draw_rows(rows, unit=20, caption=words)
 
 
 filled: dict[int, int] = {}
-frames = [
-    memory_picture(filled, [], "Before the first pass: eight pages of four slots.")
-]
+frames = []
 for start, end, plan in moments:
-    new = plan.write_slots.tolist()
+    new, read = plan.write_slots.tolist(), plan.chunks[0].context.tolist()
     filled |= dict(zip(new, range(start, end), strict=True))
-    order = ", ".join(map(str, plan.chunks[0].context.tolist()))
     what = f"token {start}" if end - start == 1 else f"tokens {start} to {end - 1}"
-    caption = (
-        f"A layer writes {what} (dark), then gathers slots {order}: in token order."
-    )
-    frames.append(memory_picture(filled, new, caption))
+    caption = f"A layer writes {what} (dark) where the table says, then gathers in token order."
+    frames.append(memory_picture(filled, new, read, caption))
 Steps(frames)
 
 # %% [markdown]
@@ -746,6 +752,78 @@ class Layer(nn.Module):
 
 
 # %% [markdown]
+# Follow one token through a layer: C's last, position 39, entering layer 1 of our small Llama.
+
+# %% name="follow"
+step = Chunk("C", tokens[39:], 39, [6, 1, 4], num_shared=2, samples=True)
+plan = plan_batch([step], 16, scratch_page=8, device=cpu)
+first = model.layers[0]
+entering = model.embed_tokens(torch.tensor(list(step.token_ids)))
+x = first.input_layernorm(entering)
+made = [
+    proj(x).view(1, -1, 8) for proj in (first.self_attn.q_proj, first.self_attn.k_proj)
+]
+print("enters with", entering.shape[1], "numbers")
+print(
+    "asks with",
+    made[0].shape[1],
+    "heads, stores",
+    made[1].shape[1],
+    "keys and as many values",
+)
+print(
+    "writes slot",
+    plan.write_slots.item(),
+    "and reads",
+    len(plan.chunks[0].context),
+    "slots",
+)
+keys, values = (torch.zeros(9 * 16, 2, 8) for _ in range(2))
+turn = [
+    f(39 * model.frequencies.repeat(2)).view(1, 1, 8) for f in (torch.cos, torch.sin)
+]
+print(
+    "leaves with", first(entering, PagedAttention(keys, values), plan, *turn).shape[1]
+)
+
+# %% tags=["hide-input"]
+q_width, k_width = (each.shape[1] * each.shape[2] for each in made)
+ends = [min(16 * (i + 1), step.start) for i in range(len(step.pages))]
+known = [
+    (
+        16 * i,
+        end - 16 * i,
+        "pinned" if i < step.num_shared else "private",
+        f"page {page}",
+    )
+    for i, (page, end) in enumerate(zip(step.pages, ends, strict=True))
+]
+draw_rows(
+    [
+        ("enters", [(0, entering.shape[1], "plain", f"{entering.shape[1]} numbers")]),
+        (
+            "makes",
+            [
+                (0, q_width, "computed", "query, 6 heads of 8"),
+                (q_width, k_width, "private", "key, 2 of 8"),
+                (q_width + k_width, k_width, "private", "value, 2 of 8"),
+            ],
+        ),
+        ("reads 40 tokens", [*known, (39, 1, "computed", "")]),
+        ("leaves", [(0, entering.shape[1], "plain", f"{entering.shape[1]} numbers")]),
+    ],
+    unit=7,
+    caption="One token in one layer. The query is gone when the layer is done; the key and the "
+    "value go to the token's own slot (the dark end of page 4) and stay for all who come later.",
+)
+
+# %% [markdown]
+# A layer takes a token as 48 numbers and gives it back as 48 numbers. What it leaves behind is
+# the rest of this book's subject: [2](#follow) keys and 2 values in slot [71](#follow), one slot of the
+# [40](#follow) that the token has just read.
+#
+# ### Which rows get logits
+#
 # At the end, logits. A prefill chunk of 512 tokens needs the logits of its last token
 # only, and with a vocabulary of 49,152 the head is a large part of the model: it would be
 # multiplied 511 times for nothing. So the caller names the rows it wants.
@@ -875,6 +953,23 @@ class ModelRunner(ModelRunner):
 
 
 # %% [markdown]
+# How can one be sure that nothing in the pass waits? PyTorch has a device called *meta*, on which
+# tensors have shapes and no numbers. Whatever needs a number to go on cannot run there.
+
+# %% name="meta"
+ghost = ModelRunner(copy_of(reference).to("meta"), num_pages=8, page_size=16)
+print("the pass, without numbers:", list(ghost.logits([a, c]).shape))
+try:
+    ghost.run([a, c])
+except (NotImplementedError, RuntimeError):
+    print("the chosen token: cannot be had")
+
+# %% [markdown]
+# The whole forward pass of A and C can be planned and queued without knowing one value of it. The
+# first question comes from the sampler. A test does this for every family. It also lists
+# every operator that a generation uses, and holds the list against PyTorch's own table of what an
+# Apple GPU can run.
+#
 # ## The same numbers?
 #
 # Each family is judged by transformers: random weights, every bias and norm stirred so that none
