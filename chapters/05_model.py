@@ -345,7 +345,14 @@ class PagedAttention(PagedAttention):
 # One request of 11 tokens, whose pages lie at 5, 2 and 7, in two chunks and a decode step, against
 # attention over contiguous tensors:
 
+
 # %% name="scattered"
+def dense_attention(*qkv: torch.Tensor) -> torch.Tensor:
+    heads_first = (x.transpose(0, 1)[None] for x in qkv)
+    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
 torch.manual_seed(0)
 heads, kv_heads, head_dim = 4, 2, 8
 q, k, v = (torch.randn(11, n, head_dim) for n in (heads, kv_heads, kv_heads))
@@ -358,10 +365,7 @@ for start, end in [(0, 7), (7, 10), (10, 11)]:
     moments.append((start, end, plan))
     paged.append(layer.forward(q[start:end], k[start:end], v[start:end], plan))
 
-dense = F.scaled_dot_product_attention(
-    *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
-)[0].transpose(0, 1)
-print("paged and dense:", verdict(torch.cat(paged), dense))
+print("paged and dense:", verdict(torch.cat(paged), dense_attention(q, k, v)))
 written = layer.keys.abs().sum((1, 2)).nonzero().flatten().tolist()
 print("slots written:", written)
 
@@ -452,9 +456,7 @@ def attention_rows(kind) -> torch.Tensor:
 # %% name="order" claims="V06"
 torch.manual_seed(0)
 q, k, v = (torch.randn(40, n, head_dim) for n in (heads, kv_heads, kv_heads))
-dense = F.scaled_dot_product_attention(
-    *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
-)[0].transpose(0, 1)[32:]
+dense = dense_attention(q, k, v)[32:]
 x = torch.randn(40, 16)
 alone = recur(x, torch.zeros(16))[32:]
 one_pass = paged_recurrence([x[:32], x[32:]], [a, c], torch.zeros(9, 16))[1]
@@ -630,17 +632,14 @@ ratio = (scaled / plain).tolist()
 print({i: round(ratio[i], 4) for i in (28, 29, 31, 35, 63)})
 
 # %% tags=["hide-input"]
-shown = range(27, 37)
+shown = [(i, round(ratio[i], 3)) for i in range(27, 37)]
 draw_rows(
     [
         (
             f"pair {i}",
-            [
-                (0, ratio[i], "computed", ""),
-                (ratio[i], 0.15, "plain", f"{ratio[i]:.3f}"),
-            ],
+            [(0, wide, "computed", ""), (wide, 0.15, "plain", f"{wide:.3f}")],
         )
-        for i in shown
+        for i, wide in shown
     ],
     unit=420,
     caption="How much slower each pair of numbers turns under Llama 3's scaling. Up to pair 28 "
@@ -757,37 +756,18 @@ class Layer(nn.Module):
 # %% name="follow"
 step = Chunk("C", tokens[39:], 39, [6, 1, 4], num_shared=2, samples=True)
 plan = plan_batch([step], 16, scratch_page=8, device=cpu)
-first = model.layers[0]
+layer = model.layers[0]
+attention = layer.self_attn
 entering = model.embed_tokens(torch.tensor(list(step.token_ids)))
-x = first.input_layernorm(entering)
-made = [
-    proj(x).view(1, -1, 8) for proj in (first.self_attn.q_proj, first.self_attn.k_proj)
-]
-print("enters with", entering.shape[1], "numbers")
-print(
-    "asks with",
-    made[0].shape[1],
-    "heads, stores",
-    made[1].shape[1],
-    "keys and as many values",
-)
-print(
-    "writes slot",
-    plan.write_slots.item(),
-    "and reads",
-    len(plan.chunks[0].context),
-    "slots",
-)
-keys, values = (torch.zeros(9 * 16, 2, 8) for _ in range(2))
-turn = [
-    f(39 * model.frequencies.repeat(2)).view(1, 1, 8) for f in (torch.cos, torch.sin)
-]
-print(
-    "leaves with", first(entering, PagedAttention(keys, values), plan, *turn).shape[1]
-)
+x = layer.input_layernorm(entering)
+query, key = (proj(x).view(-1, 8) for proj in (attention.q_proj, attention.k_proj))
+print(f"enters with {entering.shape[1]} numbers")
+print(f"asks with {len(query)} heads, stores {len(key)} keys and as many values")
+print(f"writes slot {int(plan.write_slots)}, reads {len(plan.chunks[0].context)} slots")
 
 # %% tags=["hide-input"]
-q_width, k_width = (each.shape[1] * each.shape[2] for each in made)
+q_width, k_width = query.numel(), key.numel()
+out = attention.o_proj.out_features
 ends = [min(16 * (i + 1), step.start) for i in range(len(step.pages))]
 known = [
     (
@@ -810,7 +790,7 @@ draw_rows(
             ],
         ),
         ("reads 40 tokens", [*known, (39, 1, "computed", "")]),
-        ("leaves", [(0, entering.shape[1], "plain", f"{entering.shape[1]} numbers")]),
+        ("leaves", [(0, out, "plain", f"{out} numbers")]),
     ],
     unit=7,
     caption="One token in one layer. The query is gone when the layer is done; the key and the "
