@@ -5,6 +5,7 @@ every tiny model; at the end, faults are planted and the right check must notice
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -166,6 +167,22 @@ def test_any_schedule(data: st.DataObject, name: str, page: int) -> None:
 
 
 SCHEDULED = {name: tiny(name) for name in MODELS}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_sixteen_bit_is_as_exact_as_transformers(name: str, dtype: torch.dtype) -> None:
+    """Against the float32 logits: no further away than twice transformers' distance."""
+    model = tiny(name)
+    exact = model.logits(LONG)
+    narrow = deepcopy(model.reference).to(dtype)
+    with torch.inference_mode():
+        theirs = narrow(torch.tensor([list(LONG)])).logits[0].float()
+    runner = ModelRunner(model.decoder.to(dtype), num_pages=16, page_size=PAGE)
+    runner.run([part(LONG, 0, 9, MINE)])
+    ours = [runner.logits([part(LONG, i, i + 1, MINE)])[0] for i in range(9, 21)]
+    allowed = 2 * (theirs - exact)[9:].abs().max()
+    assert 0 < (torch.stack(ours) - exact[9:]).abs().max() < allowed
 
 
 # ---- Greedy tokens, through the engine -----------------------------------------------
