@@ -64,8 +64,8 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
 #
 # Now a whole model. It has three layers, one head, a vocabulary of 1,000 tokens, and
 # weights that nobody trained. It is a real one in the way that matters here: what enters
-# layer 2 is what attention put out in layer 1. It computes in 64 bit, so that *equal*
-# can mean equal to twelve digits.
+# layer 2 is what attention put out in layer 1. It computes in 64 bit, so that rounding never
+# decides which token is the likeliest.
 #
 # Its memory is a tensor `[tokens, 2, width]` for each layer: a key and a value for each
 # token that went through.
@@ -369,7 +369,7 @@ draw_tree(
 #
 # The cell put in 492 tokens, not 493. Logits are not kept either, so somebody who finds a
 # whole prompt in memory must still put in its last token, to have something to choose from. This
-# one token comes back in chapters 3, 4, 5 and 7.
+# one token comes back in chapters 5 and 7.
 #
 # ## A test that can fail
 #

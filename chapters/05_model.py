@@ -215,18 +215,21 @@ def plan_batch(
     write_slots: list[int] = []
     plans: list[ChunkPlan] = []
     for chunk in chunks:
-        row, new = len(positions), range(chunk.start, chunk.end)
-        positions += new
-        for i in new:
-            page, offset = divmod(i, page_size)
-            owned = page >= chunk.num_shared
-            write_slots.append(
-                (chunk.pages[page] if owned else scratch_page) * page_size + offset
-            )
-        rows = slice(row, row + len(new))
+        first = len(positions)
+        positions += range(chunk.start, chunk.end)
+        write_slots += _write_slots(chunk, page_size, scratch_page)
+        rows = slice(first, len(positions))
         context = _context_slots(chunk, page_size, device)
         plans.append(ChunkPlan(rows, context, _causal_mask(chunk, device)))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
+
+
+def _write_slots(chunk: Chunk, page_size: int, scratch_page: int) -> list[int]:
+    """A slot for each new token: in its own page, or in scratch for a shared one."""
+    own = chunk.pages[chunk.num_shared :]
+    table = [*([scratch_page] * chunk.num_shared), *own]
+    new = range(chunk.start, chunk.end)
+    return [table[i // page_size] * page_size + i % page_size for i in new]
 
 
 # %% [markdown]
@@ -480,7 +483,7 @@ for name, rows, wanted in [
 # walk through 32 tokens. C would have to wait for A inside the layer, and then it is no longer one pass
 # over the batch. So the freedom that chapter 9 will use, to promise a page to others before it is
 # written, holds for attention layers and for no recurrent one. vLLM, which also runs models that mix
-# both kinds, stores states at block boundaries and cuts prompts there.
+# both kinds, can store states at block boundaries, and then cuts prompts there.
 #
 # ## The decoder
 #
@@ -852,6 +855,7 @@ class Decoder(nn.Module):
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -884,14 +888,9 @@ class ModelRunner:
         self.device = weight.device
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
+        empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
         self.memory = [
-            PagedAttention(
-                *(
-                    torch.empty(shape, dtype=weight.dtype, device=self.device)
-                    for _ in range(2)
-                )
-            )
-            for _ in range(config.num_layers)
+            PagedAttention(empty(), empty()) for _ in range(config.num_layers)
         ]
 
 

@@ -1,9 +1,10 @@
-# Exported from chapters/05_model.py (9043852b): edit the chapter.
+# Exported from chapters/05_model.py (1c43cb34): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -36,14 +37,9 @@ class ModelRunner:
         self.device = weight.device
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
+        empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
         self.memory = [
-            PagedAttention(
-                *(
-                    torch.empty(shape, dtype=weight.dtype, device=self.device)
-                    for _ in range(2)
-                )
-            )
-            for _ in range(config.num_layers)
+            PagedAttention(empty(), empty()) for _ in range(config.num_layers)
         ]
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:

@@ -119,14 +119,21 @@ def test_the_whole_prompts_logits(smollm2, reference, tokenizer):
         assert (logits[0] - expected[end - 1]).abs().max() <= 2e-4
 
 
+@pytest.fixture(scope="module")
+def continuations(reference, tokenizer):
+    """What transformers makes of each prompt."""
+    ids = {prompt: tokenizer.encode(prompt).ids for prompt in PROMPTS}
+    return {prompt: continue_greedily(reference, ids[prompt], 12) for prompt in PROMPTS}
+
+
 @pytest.mark.parametrize("index", ["radix", "hash", "none"])
-def test_greedy_tokens_together_and_alone(index, make_llm, reference, tokenizer):
+def test_greedy_tokens_together_and_alone(index, make_llm, continuations):
     """Eight prompts of mixed length equal transformers, in a batch and one by one."""
     llm = make_llm(index=index, max_batch_tokens=64)
     together = llm.generate(PROMPTS, GREEDY)
     alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
     for prompt, batched, single in zip(PROMPTS, together, alone, strict=True):
-        expected, clear = continue_greedily(reference, tokenizer.encode(prompt).ids, 12)
+        expected, clear = continuations[prompt]
         sure = clear.index(False) if False in clear else len(clear)
         assert batched.prompt == prompt
         assert batched.outputs[0].token_ids[:sure] == expected[:sure]
