@@ -699,7 +699,8 @@ except AttributeError as error:
 #
 # A request with a prompt of 1,000 tokens and 50 output tokens runs with a KV cache, in
 # the shape above (24 layers, 2 K/V heads of 64), at 16 bit. How many token-forwards does it cost,
-# and how many bytes of K/V does it hold just before it ends? (Mind the last token.)
+# and how many bytes of K/V does it hold just before it ends? Give `forwards` and `held_bytes`, and
+# mind the last token.
 
 # %% tags=["solution"]
 forwards = 1000 + (50 - 1)
@@ -736,7 +737,8 @@ assert reusable([1, 2, 3, 4], [1, 2, 3]) == 2 and reusable([1, 2], [1, 2]) == 1
 #
 # Somebody edits prompts cheaply: to delete token 2 of a prompt, they delete row 2 of each layer's
 # memory, and go on. Compare with the prompt that never had that token, `without_2`. For each of
-# the three layers: which of the rows left in memory are what they should be?
+# the three layers: which of the 7 rows left in memory are what they should be? Give `right`, a list
+# of bools for each layer.
 
 # %% tags=["solution"]
 edited, clean = model.nothing(), model.nothing()
@@ -745,7 +747,7 @@ model.forward(prompt[:8], edited)
 model.forward(without_2, clean)
 edited = [torch.cat([layer[:2], layer[3:]]) for layer in edited]
 right = [
-    [torch.allclose(*rows) for rows in zip(*layers, strict=True)]
+    [torch.allclose(*both) for both in zip(*layers, strict=True)]
     for layers in zip(edited, clean, strict=True)
 ]
 print(right)

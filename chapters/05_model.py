@@ -85,12 +85,8 @@ print("C's logits:", verdict(runner.logits([c, a])[0], expected[39]))
 
 # %% name="padding"
 new_tokens = [512, 7, 1, 1, 1, 1, 1, 1]
-print(
-    "rectangle:",
-    len(new_tokens) * max(new_tokens),
-    "rows, end to end:",
-    sum(new_tokens),
-)
+rows = len(new_tokens) * max(new_tokens)
+print(f"rectangle: {rows:,} rows, end to end: {sum(new_tokens)}")
 
 # %% [markdown]
 # [4,096](#padding) rows, of which all but [525](#padding) are padding. So the tokens are laid
@@ -1065,9 +1061,9 @@ for number, layer in enumerate(runner.memory, 1):
 # ## A test that can fail
 #
 # A comparison that always says "equal" is worth nothing. So we break the last way, *cached + rest*,
-# in five ways, one at a time. Not all of the five change the answer. Which do?
+# in five ways, one at a time. To do so we need to get between plan and pass:
 
-# %% name="faults"
+# %%
 from dataclasses import replace
 
 
@@ -1092,6 +1088,12 @@ def forget_first_key(memory):
         layer.keys[6 * 16] = 0
 
 
+# %% [markdown]
+# The five: the key of token 0 is lost; C's table names page 1 before page 6; the 8 positions of C are
+# one too high; *all* positions are 100 too high; C is given the table of a stranger. Not all of them
+# change the answer. Which do?
+
+# %% name="faults"
 swapped = replace(c, pages=[1, 6, 4])
 faults = {
     "none": logits_of([a, c]),
@@ -1113,7 +1115,7 @@ for name, logits in faults.items():
 # carries its position with it, turned in before it was stored. The order of a table matters where
 # something is *written* by it, and for the mask, which counts along it.
 #
-# The others are wrong answers. Look at the third once more. Positions that are off by one behind a
+# The other three are wrong answers. Look at C's positions once more. Positions that are off by one behind a
 # cached prefix are a mistake that only requests with a hit can make, so an engine whose tests never
 # hit stays green. The tests of this book plant such faults in the package, one at a time, and demand
 # that the check which was made for it turns red.
@@ -1152,7 +1154,8 @@ assert (writes, reads_last) == (8 * 16 + 15, 5 * 16 + 15)
 # Two requests with the same prompt, `tokens[:32]`, start together and divide the work. A computes
 # tokens 0 to 15 into page 6, C computes 16 to 31 into page 1, and for its logits A adds a second
 # chunk: token 31 alone. Build these three chunks and run them in *one* pass. Do both have the right
-# logits, and how many token-forwards were paid instead of 64?
+# logits, and how many token-forwards were paid instead of 64? Give the logits as `both`, the number
+# as `paid`.
 
 # %% tags=["solution"]
 fresh = ModelRunner(model, num_pages=8, page_size=16)
@@ -1163,7 +1166,7 @@ halves = [
 ]
 both = fresh.logits(halves)
 paid = sum(len(chunk.token_ids) for chunk in halves)
-print(paid, "token-forwards:", [verdict(each, expected[31]) for each in both])
+print(paid, "token-forwards:", [verdict(one, expected[31]) for one in both])
 
 # %%
 assert paid == 33 and all(verdict(each, expected[31]) == "equal" for each in both)
