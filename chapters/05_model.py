@@ -1094,7 +1094,8 @@ def forget_first_key(memory):
 # change the answer. Which do?
 
 # %% name="faults"
-swapped = replace(c, pages=[1, 6, 4])
+swapped, lost = replace(c, pages=[1, 6, 4]), replace(c, pages=[0, 7, 4])
+stranger = Chunk("B", tokens[8:], 0, [0, 7], num_shared=0, samples=True)
 faults = {
     "none": logits_of([a, c]),
     "token 0's key never stored": logits_of([a, c], damage=forget_first_key),
@@ -1103,7 +1104,7 @@ faults = {
         [a, c], lambda p: later(p, int(len(p.positions) < 9))
     ),
     "every position off by 100": logits_of([a, c], lambda p: later(p, 100)),
-    "the table of another request": logits_of([a, replace(c, pages=[0, 7, 4])]),
+    "the table of another request": logits_of([stranger, a, lost]),
 }
 for name, logits in faults.items():
     print(f"{name:32}", verdict(logits, expected[39]))
