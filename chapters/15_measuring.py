@@ -310,7 +310,7 @@ draw_readings(
 # is compared with.
 
 
-# %% export="bench.py"
+# %% export="bench.py" tags=["hide-input"]
 @dataclass(frozen=True)
 class Row:
     """One line of a record. `unit` is "s" or "B"; `ratio` is to `against`."""
@@ -363,7 +363,7 @@ def make_rows(
     return [make_row(what, name, each, first, unit) for name, each in found.items()]
 
 
-# %% export="bench.py"
+# %% export="bench.py" tags=["hide-input"]
 def make_record(command: str, rows: Iterable[Row], **facts: Any) -> dict[str, Any]:
     """Measured rows with what they depend on, ready to be written as JSON."""
     return {
@@ -739,7 +739,7 @@ class CacheBench:
         return {name: m for name, m in self.trees.items() if name not in hidden}
 
 
-# %% export="bench_cache.py"
+# %% export="bench_cache.py" tags=["hide-input"]
 class CacheBench(CacheBench):
     def _tree_rows(self, load: Load, size: int) -> Iterator[Row]:
         trees = {name: make(size) for name, make in self._makers(size).items()}
@@ -783,7 +783,7 @@ class CacheBench(CacheBench):
             yield make_row(what, name, found[f"{name} {leaves}"], against)
 
 
-# %% export="bench_cache.py"
+# %% export="bench_cache.py" tags=["hide-input"]
 class CacheBench(CacheBench):
     def _memory_rows(self, load: Load, size: int) -> Iterator[Row]:
         found = {
@@ -983,7 +983,7 @@ def load_peer(name: str, places: tuple[str, ...] = ()) -> str:
 # Its match returns a length and a node; the slots are put together later, which is not timed.
 
 
-# %% export="peers.py"
+# %% export="peers.py" tags=["hide-input"]
 class SglangTree:
     """SGLang's `RadixCache`, through its public methods (0.5.23)."""
 
@@ -1035,7 +1035,7 @@ class SglangTree:
 # enters the blocks in its table), free. Its default hash is SHA-256 of a pickle.
 
 
-# %% export="peers.py"
+# %% export="peers.py" tags=["hide-input"]
 class VllmManager:
     """vLLM's `KVCacheManager` for one group of attention layers (0.32)."""
 
@@ -1082,7 +1082,7 @@ class VllmManager:
         return int(found)
 
 
-# %% export="peers.py"
+# %% export="peers.py" tags=["hide-input"]
 @dataclass
 class Guests:
     """The peers that are here, as contestants, and what is to be said of each."""
@@ -1192,7 +1192,7 @@ def cache(
 # ratio with its own spread.
 
 
-# %% export="command_bench.py"
+# %% export="command_bench.py" tags=["hide-input"]
 def quantity(value: float, unit: str) -> str:
     """A time in the unit that suits it, or bytes."""
     if unit == "B":
