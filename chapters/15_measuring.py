@@ -1352,9 +1352,8 @@ for row in record["rows"]:
 # %% [markdown]
 # Two things are worth a second look. SGLang's eviction depends on the number of leaves, since
 # it makes a heap of all of them for each call; chapter 3's queue is kept from call to call. And
-# the hash index is far slower than the tree at looking up, in our engine as in vLLM's: it
-# must compute a hash for every page before it can ask for the first, where the tree
-# compares bytes.
+# the hash index is far slower than the tree at looking up: it must compute a hash of every page
+# before it can ask for it, where the tree compares bytes.
 #
 # In this page, with a two-hundredth of the load, you can see the second for yourself:
 
