@@ -1043,7 +1043,8 @@ class PrefixCache(PrefixCache):
         published = own if slots == given else [slot // size for slot in slots]
         lease.num_offered, lease.num_shared = end, start + len(published)
         lease.pages[start : lease.num_shared] = published
-        self._free([a for a, b in zip(own, published, strict=False) if a != b])
+        if published != own:
+            self._free([a for a, b in zip(own, published, strict=False) if a != b])
         self.published_tokens += len(slots) * size - num_known
         self.observer("publish", pages=published[num_known // size :])
 

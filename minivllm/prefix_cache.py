@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (3e32da1e): edit the chapter.
+# Exported from chapters/04_pages.py (d486a87c): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -255,7 +255,8 @@ class PrefixCache:
         published = own if slots == given else [slot // size for slot in slots]
         lease.num_offered, lease.num_shared = end, start + len(published)
         lease.pages[start : lease.num_shared] = published
-        self._free([a for a, b in zip(own, published, strict=False) if a != b])
+        if published != own:
+            self._free([a for a, b in zip(own, published, strict=False) if a != b])
         self.published_tokens += len(slots) * size - num_known
         self.observer("publish", pages=published[num_known // size :])
 

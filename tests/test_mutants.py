@@ -146,10 +146,10 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
         compare_with_the_twin,
     ),
     "match that rounds up": (
-        RadixCache,
-        "_agreement",
-        "return low * self._step",
-        "return min(low + 1, len(edge) // self._step) * self._step",
+        radix,
+        "shared_pages",
+        "return low",
+        "return min(low + 1, len(one) // step)",
         compare_with_the_twin,
     ),
     "tokens of a hash hit not compared": (
