@@ -1,0 +1,717 @@
+# %% [markdown]
+# # 8. A model made of time
+#
+# Two requests decode together. Chapter 7 said that a step reads every weight once, however
+# many requests it carries, so the second should ride almost for free. Here are two lines of
+# a public benchmark of another small engine, on a laptop's GPU: one request with a cached
+# prompt and 128 output tokens, then two of them at once. How much longer do two decode?
+
+# %% name="m2"
+# mini-vllm-rs, Qwen2.5-0.5B in 4 bit, Apple M2: mean TTFT and last completion, ms
+one, two = (57.3, 1954.4), (90.4, 3817.7)
+
+decode_one, decode_two = (end - ttft for ttft, end in (one, two))
+print(f"two take {decode_two / decode_one:.2f} times as long as one")
+
+# %% [markdown]
+# [1.96](#m2) times. On that machine company saves next to nothing: two requests in one step take
+# as long as two steps. On the two CPU cores that measured a part of this chapter the same
+# ratio is about 1.2. In chapters 10 to 12 we let requests wait for one another, and whether
+# the waiting pays depends on this ratio. A rule that wins on one machine loses on another.
+#
+# You have one machine, probably neither of these. "Then only the hardware can tell" is what
+# most people conclude, and they rent some. But look at what the hardware contributes to a
+# run: each step takes some time, and a token comes out. Who runs, in which pages, who is
+# sent away, what is found in the cache: all of that is decided by the code of chapters 2 to
+# 7, which is ours. Replace the model by something that takes as long and answers as
+# consistently, and the run is the same run.
+#
+# So we need three things: a clock that can be told what time it is, the duration of a step,
+# and a token.
+#
+# ## A clock that is passed in
+#
+# First the clock. The engine below runs three requests twice, on the clock of this
+# machine. What differs?
+
+# %% tags=["nbval-ignore-output"]
+from minivllm.engine import Clock, Engine, Limits, PublishAtFinish, PublishEachStep
+from minivllm.events import EventLog, ignore
+from minivllm.prefix_cache import PrefixCache
+from minivllm.request import RequestOutput, SamplingParams
+from minivllm.scheduler import Scheduler
+
+PAGE, VOCAB = 16, 50_000
+
+
+def make_engine(
+    runner,
+    num_pages: int,
+    clock: Clock | None = None,
+    publisher=None,
+    log=ignore,
+    **options,
+) -> Engine:
+    cache = PrefixCache(num_pages, PAGE, observer=log)
+    scheduler = Scheduler(cache, observer=log, **options)
+    limits = Limits(VOCAB, 8_192)
+    return Engine(
+        runner, scheduler, limits, clock=clock, publisher=publisher, observer=log
+    )
+
+
+class ZeroRunner:
+    """Chapter 7's: every next token is 0, at once."""
+
+    def run(self, chunks):
+        return [0 if chunk.samples else None for chunk in chunks]
+
+
+for _ in range(2):
+    engine = make_engine(ZeroRunner(), num_pages=22, max_batch_tokens=128)
+    for i in range(3):
+        engine.submit([i] * 96, SamplingParams(max_tokens=40))
+    done: list[RequestOutput] = []
+    while engine.has_unfinished():
+        done += [output for output in engine.step() if output.finished]
+    microseconds = [round(1e6 * output.metrics.e2e_s) for output in done]
+    print(engine.stats()["preemptions"], "preempted · end to end in µs:", microseconds)
+
+# %% [markdown]
+# The decisions are the same, the times are not, and they never will be. A book that prints
+# them prints something that no reader will see again, and a test cannot compare them.
+#
+# Nothing in the scheduler looks at a clock, and the engine only ever asks `clock.now()`.
+# That is why chapter 7 passed the clock in: a program that calls `time.time()` has decided
+# for all its callers what time is. Here is another answer.
+
+# %% export="simulation.py"
+"""A clock to pass in, and in place of the model: its cost, and a memory of pasts."""
+
+
+class VirtualClock:
+    """Seconds that pass when somebody says so. Never sleeps."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now(self) -> float:
+        """The present time, in seconds since the start."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass. Raises `ValueError` unless `seconds` is above 0."""
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"a step takes time, and an end: not {seconds} s")
+        self._now_s += seconds
+
+    def advance_to(self, time_s: float) -> None:
+        """Jump to a moment; nothing happens if it is past."""
+        self._now_s = max(self._now_s, time_s)
+
+
+# %% [markdown]
+# ## What a step costs
+#
+# A step carries chunks. For its duration we do not want to know whose they are, only how
+# much work they are: prefill chunks, their tokens, and requests that decode.
+
+# %% export="simulation.py"
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from minivllm.batch import Chunk
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step carries. A chunk of one token that samples counts as a decode."""
+
+    num_prefills: int
+    prefill_tokens: int
+    num_decodes: int
+
+
+def work_of(chunks: Sequence[Chunk]) -> Work:
+    """Count what a batch carries."""
+    num_decodes = sum(1 for c in chunks if c.samples and len(c.token_ids) == 1)
+    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    return Work(len(chunks) - num_decodes, num_tokens - num_decodes, num_decodes)
+
+
+class CostModel(Protocol):
+    """How long a step takes."""
+
+    def step_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds for one forward pass over these chunks, above 0."""
+
+
+# %% [markdown]
+# The first cost model is the one behind the articles that this book began with. It says three
+# things. Prefills run one after the other, each at a price per token and a price for being
+# there at all. Then everyone who decodes does it in one go. And the first to decode pays the
+# full price of a step, while each companion pays the share k of it.
+
+
+# %% export="simulation.py"
+@dataclass(frozen=True)
+class SerialPrefill:
+    """Prefills one after the other, then one decode step for all who decode.
+
+    A chunk of n prompt tokens takes `chunk_s + n * token_s`, a decode step of b
+    requests `decode_s * (1 + k * (b - 1))`. k is 0 if company is free, 1 if it saves
+    nothing.
+    """
+
+    chunk_s: float
+    token_s: float
+    decode_s: float
+    k: float
+
+    def step_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds for one forward pass."""
+        work = work_of(chunks)
+        batch = 1 + self.k * (work.num_decodes - 1) if work.num_decodes else 0.0
+        prefill = work.num_prefills * self.chunk_s + work.prefill_tokens * self.token_s
+        return prefill + batch * self.decode_s
+
+
+# %% [markdown]
+# So k is step(2) / step(1) − 1, and the laptop of the first cell has k = .96. What the number
+# means is best seen drawn. Eight requests want a token each:
+
+# %% name="company"
+from minivllm.request import encode_ids
+
+
+def decode_chunks(num_requests: int) -> list[Chunk]:
+    token = encode_ids([0])
+    return [Chunk(str(i), token, 100, range(7), 0, True) for i in range(num_requests)]
+
+
+eight_together = {
+    k: SerialPrefill(0, 0, decode_s=1.0, k=k).step_s(decode_chunks(8))
+    for k in (0.96, 0.2, 0.0)
+}
+print(eight_together)
+
+# %% tags=["hide-input"]
+from minivllm.drawing import draw_rows
+
+rows = [("one by one", [(i, 1, "decoded", "1") for i in range(8)])]
+for k, length in eight_together.items():
+    rows.append((f"together, k = {k:g}", [(0, length, "decoded", "8")]))
+draw_rows(
+    rows,
+    caption="Eight tokens for eight requests; the length is time, in decode steps of one "
+    "request. With k near 1 a batch is a queue that calls itself a batch. With k near 0 it "
+    "is a bus.",
+)
+
+# %% [markdown]
+# ## A token, too
+#
+# Could the runner not go on returning 0? Look at what becomes of tokens. Outputs are
+# published like prompts: a second turn of a chat finds the first answer in the cache. If
+# every answer were zeros, requests would share pages that no real run shares, or the other
+# way round. The engine never asks *which* token comes. It does ask whether two pasts are
+# equal. So the rule for a made-up token is: equal pasts, equal token; different pasts, most
+# likely a different one.
+#
+# A first attempt. The runner remembers what it has been given for each request, and takes the
+# hash of that.
+
+# %%
+from hashlib import blake2b
+
+
+class RunnerByRequest:
+    """Remembers the tokens of each request by its id."""
+
+    def __init__(self) -> None:
+        self.past: dict[str, list[int]] = {}
+
+    def run(self, chunks):
+        return [self.compute(chunk) for chunk in chunks]
+
+    def compute(self, chunk):
+        past = self.past.setdefault(chunk.request_id, [])
+        past.extend(chunk.token_ids)
+        digest = blake2b(repr(past).encode()).digest()
+        return int.from_bytes(digest[:4], "little") % VOCAB if chunk.samples else None
+
+
+def answer(engine: Engine, prompt: Sequence[int], max_tokens: int = 4) -> RequestOutput:
+    engine.submit(prompt, SamplingParams(max_tokens=max_tokens))
+    while engine.has_unfinished():
+        outputs = engine.step()
+    return outputs[0]
+
+
+prompt = [7 * i % VOCAB for i in range(493)]
+engine = make_engine(RunnerByRequest(), num_pages=64)
+for _ in range(2):
+    output = answer(engine, prompt)
+    print(f"cached {output.num_cached_tokens:3}", output.outputs[0].token_ids)
+
+# %% [markdown]
+# The same prompt has two answers. The second request found 480 of its tokens in the cache, so
+# this runner was never given them: it saw 13 tokens and thought that they were all.
+#
+# A real model is given the same 13 tokens and is not fooled. Where does *it* have the past
+# from? From the pages. Chapter 1 said what a key and a value are: a function of their token
+# and of everything before it. Nothing stops us from storing such a function directly. Each
+# slot gets one number, made from the number in the slot before it and its own token.
+
+# %% export="simulation.py"
+PRIME = 2**61 - 1
+FACTOR = 1_181_783_497_276_652_981  # any large number: it spreads what goes in
+
+
+def next_state(state: int, token_id: int) -> int:
+    """The number that stands for a token's K/V: of its past (0: none) and itself."""
+    return (state * FACTOR + token_id + 1) % PRIME
+
+
+def token_after(state: int, vocab_size: int) -> int:
+    """The token that follows a past."""
+    return state * FACTOR % PRIME % vocab_size
+
+
+# %% [markdown]
+# It is the rolling hash of chapter 2 again, with a cheaper function. The runner owns the
+# array of these numbers as a real runner owns K/V memory, one for each slot. It looks up the
+# last state before its chunk *through the page table*, goes on from there, and writes what it
+# made into the pages that it may write.
+
+# %% export="simulation.py"
+from array import array
+from itertools import accumulate
+
+
+class SimulatedRunner:
+    """Takes as long as a model would, and keeps one number where it keeps K/V."""
+
+    def __init__(
+        self,
+        cost_model: CostModel,
+        clock: VirtualClock,
+        vocab_size: int,
+        num_pages: int,
+        page_size: int,
+    ) -> None:
+        self.cost_model = cost_model
+        self.clock = clock
+        self.vocab_size = vocab_size
+        self.page_size = page_size
+        self.states = array("Q", bytes(8 * num_pages * page_size))
+
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Let the batch's time pass; a token for each chunk that samples."""
+        self.clock.advance(self.cost_model.step_s(chunks))
+        return [self._compute(chunk) for chunk in chunks]
+
+    def _compute(self, chunk: Chunk) -> int | None:
+        past = self.states[self._slot(chunk, chunk.start - 1)] if chunk.start else 0
+        made = array("Q", accumulate(chunk.token_ids, next_state, initial=past))[1:]
+        self._write(chunk, made)
+        return token_after(made[-1], self.vocab_size) if chunk.samples else None
+
+
+# %% [markdown]
+# Writing goes page by page. Published pages are left alone, as by the real runner: the last
+# token of a prompt that is cached to the end is computed again and stored nowhere.
+
+
+# %% export="simulation.py"
+class SimulatedRunner(SimulatedRunner):
+    def _slot(self, chunk: Chunk, position: int) -> int:
+        page, offset = divmod(position, self.page_size)
+        return chunk.pages[page] * self.page_size + offset
+
+    def _write(self, chunk: Chunk, made: "array[int]") -> None:
+        """Store a chunk's states, page by page; published pages stay as they are."""
+        position, end = max(chunk.start, chunk.num_shared * self.page_size), chunk.end
+        while position < end:
+            slot = self._slot(chunk, position)
+            stop = min(end, position - position % self.page_size + self.page_size)
+            part = made[position - chunk.start : stop - chunk.start]
+            self.states[slot : slot + len(part)] = part
+            position = stop
+
+
+# %% [markdown]
+# Nothing is remembered by request. If the page table is right, the past is right. The prompt
+# again, in four ways: alone on a fresh engine, in chunks of 7 tokens, from the cache, and
+# with a preemption on the way.
+
+# %% name="ways"
+ANY_COST = SerialPrefill(chunk_s=0.001, token_s=0.0001, decode_s=0.01, k=0.2)
+
+
+def make_simulated(
+    num_pages: int, cost_model: CostModel = ANY_COST, **options
+) -> tuple[Engine, VirtualClock]:
+    clock = VirtualClock()
+    runner = SimulatedRunner(cost_model, clock, VOCAB, num_pages, PAGE)
+    return make_engine(runner, num_pages, clock, **options), clock
+
+
+tokens = {}
+engine, _ = make_simulated(64)
+tokens["alone"] = answer(engine, prompt, 40).outputs[0].token_ids
+tokens["from the cache"] = answer(engine, prompt, 40).outputs[0].token_ids
+engine, _ = make_simulated(64, max_batch_tokens=7)
+tokens["in chunks of 7"] = answer(engine, prompt, 40).outputs[0].token_ids
+engine, _ = make_simulated(40)
+engine.submit([1] * 96, SamplingParams(max_tokens=60))  # comes first, and grows
+engine.submit(prompt, SamplingParams(max_tokens=40))
+while engine.has_unfinished():
+    for output in engine.step():
+        tokens["preempted"] = output.outputs[0].token_ids
+preemptions = engine.stats()["preemptions"]
+for way, ids in tokens.items():
+    print(f"{way:15} {ids[:4]} …", "the same 40" if ids == tokens["alone"] else "OTHER")
+print(preemptions, "preemption")
+
+# %% [markdown]
+# And if the page table is wrong? Swap the tables of the two requests of a batch for a single
+# step, the second one, which is a mistake that real engines have made:
+
+# %% name="swapped"
+from dataclasses import replace
+
+
+class SwapsOnce(SimulatedRunner):
+    num_steps = 0
+
+    def run(self, chunks):
+        self.num_steps += 1
+        if self.num_steps == 2:
+            one, two = chunks
+            chunks = [replace(one, pages=two.pages), replace(two, pages=one.pages)]
+        return super().run(chunks)
+
+
+for runner_class in (SimulatedRunner, SwapsOnce):
+    clock = VirtualClock()
+    engine = make_engine(runner_class(ANY_COST, clock, VOCAB, 64, PAGE), 64, clock)
+    for i in range(2):
+        engine.submit([i] * 20, SamplingParams(max_tokens=4))
+    while engine.has_unfinished():
+        done = engine.step()
+    for output in done:
+        print(f"{runner_class.__name__:15}", output.outputs[0].token_ids)
+
+# %% [markdown]
+# Every token from there on is another one. A simulated run that gives the tokens of a run
+# without a cache has had the right pages at every step, and the tests of the engine use it
+# so: the whole matrix of policies is walked with this runner, since it costs nothing.
+#
+# ## Requests come when they come
+#
+# A load test can send the next request when the last one is done. Such a *closed loop* is
+# polite: the slower the engine, the less it is asked to do. The people who use a service are
+# not like that. They come when they come. This is an *open loop*, and on a virtual clock it
+# is a sorted list.
+
+# %% export="simulation.py"
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from heapq import heappop, heappush
+
+from minivllm.engine import Engine
+from minivllm.request import ExtraKey, RequestOutput, SamplingParams, TokenIds
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that will come at `time_s` of the clock."""
+
+    time_s: float
+    token_ids: TokenIds
+    params: SamplingParams = SamplingParams()
+    extra_key: ExtraKey = None
+    priority: int = 0
+
+
+class Arrivals:
+    """Requests to come, the earliest first; at one moment, in the order of entry."""
+
+    def __init__(self, arrivals: Iterable[Arrival] = ()) -> None:
+        self._heap: list[tuple[float, int, Arrival]] = []
+        self._num_entered = 0
+        for arrival in arrivals:
+            self.add(arrival)
+
+    def add(self, arrival: Arrival) -> None:
+        """Enter one more, at any time."""
+        heappush(self._heap, (arrival.time_s, self._num_entered, arrival))
+        self._num_entered += 1
+
+    def next_s(self) -> float | None:
+        """When the next one comes; None if nobody does."""
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, now_s: float) -> Iterator[Arrival]:
+        """Remove those that have come by now."""
+        while self._heap and self._heap[0][0] <= now_s:
+            yield heappop(self._heap)[-1]
+
+
+# %% [markdown]
+# The driver submits what has come, steps, and jumps to the next arrival if nothing ran. A
+# request that comes in the middle of a step is submitted after it; its wait began before, so
+# its metrics are dated back to its arrival. Whoever receives an output may add arrivals, such
+# as a chat's next turn: that makes a closed loop where one is wanted.
+
+
+# %% export="simulation.py"
+def simulate(
+    engine: Engine, clock: VirtualClock, arrivals: Arrivals
+) -> Iterator[tuple[Arrival, RequestOutput]]:
+    """Submit requests at their times and step; yield each with its final output.
+
+    Raises `ValueError` if the engine refuses a request, and `RuntimeError` if requests
+    are left, nothing can run and nobody will come.
+    """
+    came: dict[str, Arrival] = {}
+    ran = False
+    while arrivals.next_s() is not None or engine.has_unfinished():
+        if not ran:
+            _jump(clock, arrivals)
+        for a in arrivals.take(clock.now()):
+            name = engine.submit(a.token_ids, a.params, a.extra_key, a.priority)
+            came[name] = a
+        before_s, outputs = clock.now(), engine.step()
+        ran = bool(outputs) or clock.now() > before_s
+        for output in outputs:
+            if output.finished:
+                arrival = came.pop(output.request_id)
+                yield arrival, _dated_back(output, arrival.time_s)
+
+
+def _jump(clock: VirtualClock, arrivals: Arrivals) -> None:
+    next_s = arrivals.next_s()
+    if next_s is None:
+        raise RuntimeError("requests are left, and none of them can ever run")
+    clock.advance_to(next_s)
+
+
+def _dated_back(output: RequestOutput, arrival_s: float) -> RequestOutput:
+    return replace(output, metrics=replace(output.metrics, arrival_s=arrival_s))
+
+
+# %% [markdown]
+# Half an hour of a small service: 3,600 requests at random moments. Each prompt begins with
+# one of eight system prompts of 480 tokens and goes on with up to 100 tokens of its own; up
+# to 40 tokens are answered. The machine needs 1.3 ms for a prompt token and 40 ms for a
+# decode step, and k is .2. Chapter 7 had two rules for the moment when pages become visible.
+
+# %% name="hour"
+import random
+from statistics import mean
+
+A_CPU = SerialPrefill(chunk_s=0.02, token_s=0.0013, decode_s=0.04, k=0.2)
+MINUTES = 30
+
+
+def half_an_hour(seed: int = 8) -> list[Arrival]:
+    rng = random.Random(seed)
+    heads = [[rng.randrange(VOCAB) for _ in range(480)] for _ in range(8)]
+    arrivals = []
+    for _ in range(3_600):
+        tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 100))]
+        params = SamplingParams(max_tokens=rng.randint(1, 40))
+        time_s = rng.random() * 60 * MINUTES
+        arrivals.append(Arrival(time_s, rng.choice(heads) + tail, params))
+    return arrivals
+
+
+waits: dict[str, list[tuple[float, float]]] = {}
+for name, publisher in (("finish", PublishAtFinish()), ("step", PublishEachStep())):
+    engine, clock = make_simulated(2_000, A_CPU, publisher=publisher)
+    done = simulate(engine, clock, Arrivals(half_an_hour()))
+    waits[name] = [(arrival.time_s, output.metrics.ttft_s) for arrival, output in done]
+    ttfts, stats = sorted(ttft for _, ttft in waits[name]), engine.stats()
+    print(
+        f"{name:6} {stats['cached_tokens'] / stats['queried_tokens']:.0%} of prompt tokens "
+        f"cached · TTFT mean {mean(ttfts):.2f} s, "
+        f"99 of 100 within {ttfts[len(ttfts) * 99 // 100]:.1f} s"
+    )
+
+# %% tags=["hide-input"]
+rows = []
+for name, dated in waits.items():
+    by_minute: dict[int, list[float]] = {}
+    for time_s, ttft_s in dated:
+        by_minute.setdefault(int(time_s // 60), []).append(ttft_s)
+    for minute in (0, 1, 2, 3, 29):
+        worst = max(by_minute[minute])
+        rows.append(
+            (f"{name}, minute {minute + 1}", [(0, worst, "plain", f"{worst:.1f}")])
+        )
+draw_rows(rows, caption="x")
+
+# %% [markdown]
+# real
+
+# %% export="simulation.py"
+import time
+
+from minivllm.engine import Runner
+
+
+class TimedRunner:
+    """Lets the real time of another runner's steps pass on a virtual clock."""
+
+    def __init__(self, runner: Runner, clock: VirtualClock) -> None:
+        self.runner = runner
+        self.clock = clock
+        self.steps: list[tuple[Work, float]] = []
+
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Run the batch, and keep what it was and how long it took."""
+        start_s = time.perf_counter()
+        tokens = self.runner.run(chunks)
+        seconds = time.perf_counter() - start_s
+        self.steps.append((work_of(chunks), seconds))
+        self.clock.advance(seconds)
+        return tokens
+
+
+class ReplayedTimes:
+    """The cost model that has seen it: each step takes as long as it took then."""
+
+    def __init__(self, steps: Iterable[tuple[Work, float]]) -> None:
+        self._steps = iter(steps)
+
+    def step_s(self, chunks: Sequence[Chunk]) -> float:
+        """The next recorded time. Raises `ValueError` if that step was another one."""
+        (work, seconds), here = next(self._steps, (None, 0.0)), work_of(chunks)
+        if work != here:
+            raise ValueError(f"the recorded step was {work}, this one is {here}")
+        return seconds
+
+
+# %%
+import torch
+
+from minivllm.loader import load_model, open_checkpoint
+from minivllm.runner import ModelRunner
+
+model = load_model(open_checkpoint("smollm2"), torch.device("cpu"), torch.float32)
+
+
+def three_requests(make_runner) -> tuple[EventLog, list[RequestOutput]]:
+    """Chapter 7's run without enough pages: 96 tokens each, 40 more, 22 pages."""
+    log, clock = EventLog(), VirtualClock()
+    engine = make_engine(make_runner(clock), 22, clock, log=log, max_batch_tokens=128)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    arrivals = Arrivals(Arrival(0.0, [i] * 96, params) for i in range(3))
+    return log, [output for _, output in simulate(engine, clock, arrivals)]
+
+
+timed: list[TimedRunner] = []
+
+
+def real(clock: VirtualClock) -> TimedRunner:
+    timed.append(TimedRunner(ModelRunner(model, 22, PAGE), clock))
+    return timed[-1]
+
+
+def replay(clock: VirtualClock) -> SimulatedRunner:
+    return SimulatedRunner(ReplayedTimes(timed[-1].steps), clock, VOCAB, 22, PAGE)
+
+
+real_log, real_outputs = three_requests(real)
+simulated_log, simulated_outputs = three_requests(replay)
+print(
+    len(real_log.events),
+    real_log.events == simulated_log.events,
+    [
+        (a.metrics == b.metrics, a.outputs[0].token_ids == b.outputs[0].token_ids)
+        for a, b in zip(real_outputs, simulated_outputs)
+    ],
+)
+print(real_outputs[0].outputs, [s for s in timed[-1].steps if s[0].num_prefills])
+
+# %% tags=["hide-input"]
+from minivllm.drawing import rows_of_steps
+
+rows = []
+for name, log in (("real", real_log), ("simulated", simulated_log)):
+    steps = [event.details["chunks"] for event in log.of("schedule")]
+    for request_id, row in sorted(rows_of_steps(steps).items()):
+        rows.append((f"{name}, request {request_id}", row))
+draw_rows(rows, caption="x")
+
+
+# %% [markdown]
+# ## fit
+
+# %% export="simulation.py"
+from operator import mul
+
+
+def least_squares(
+    rows: Sequence[Sequence[float]], targets: Sequence[float]
+) -> list[float]:
+    """The x that makes the sum of (row · x - target)² least, by the normal equations.
+
+    Gauss-Jordan elimination. Raises `ValueError` if the rows do not determine x.
+    """
+    columns = list(zip(*rows, strict=True))
+    table = [
+        [sum(map(mul, column, other)) for other in (*columns, targets)]
+        for column in columns
+    ]
+    for i, scale in enumerate([line[j] for j, line in enumerate(table)]):
+        if not table[i][i] > 1e-9 * scale:
+            raise ValueError(f"the measurements say nothing about unknown {i}")
+        table[i] = [x / table[i][i] for x in table[i]]
+        for j, line in enumerate(table):
+            if j != i:
+                table[j] = [
+                    x - line[i] * y for x, y in zip(line, table[i], strict=True)
+                ]
+    return [line[-1] for line in table]
+
+
+# %% export="simulation.py"
+def fit_serial_prefill(steps: Iterable[tuple[Work, float]]) -> SerialPrefill:
+    """The parameters that make the relative errors of measured steps smallest.
+
+    Raises `ValueError` if the steps do not tell the four parameters apart.
+    """
+    rows = []
+    for work, seconds in steps:
+        first, others = min(1, work.num_decodes), max(0, work.num_decodes - 1)
+        row = (work.num_prefills, work.prefill_tokens, first, others)
+        rows.append([x / seconds for x in row])
+    chunk_s, token_s, decode_s, other_s = least_squares(rows, [1.0] * len(rows))
+    return SerialPrefill(chunk_s, token_s, decode_s, k=other_s / decode_s)
+
+
+# %%
+import json
+
+record = json.loads(open("figures/measured/steps.json").read())
+steps = [
+    (Work(*map(int, row[:3])), row[3]) for rounds in record["rounds"] for row in rounds
+]
+fit = fit_serial_prefill(steps)
+print(fit)
+
+
+class C:
+    def __init__(s, n):
+        s.samples = True
+        s.token_ids = [0] * n
+
+
+for w, t in steps[:11]:
+    per = w.prefill_tokens
+    cs = [C(per)] * w.num_prefills + [C(1)] * w.num_decodes
+    print(w, t, fit.step_s(cs) / t)
