@@ -66,13 +66,14 @@ pages without a fork is one node. After SGLang's radix cache, with exact tail-fi
 eviction, a match that never splits, and eviction that never walks the tree.
 """
 
-import heapq
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import chain
-from operator import index
-from typing import overload
+from operator import index, sub
+from typing import NamedTuple, overload
 
 from minivllm.hashing import token_bytes
 from minivllm.request import ExtraKey, TokenIds, check_extra_key
@@ -80,6 +81,8 @@ from minivllm.request import ExtraKey, TokenIds, check_extra_key
 
 class Slots(Sequence[int]):
     """The slots of some pages, one for each token, expanded when asked for."""
+
+    __slots__ = ("first_slots", "page_size")
 
     def __init__(self, first_slots: Sequence[int], page_size: int) -> None:
         self.first_slots = first_slots
@@ -106,8 +109,8 @@ class Slots(Sequence[int]):
         return self.first_slots[page] + offset
 
     def __iter__(self) -> Iterator[int]:
-        for first in self.first_slots:
-            yield from range(first, first + self.page_size)
+        size = self.page_size
+        return chain.from_iterable(range(s, s + size) for s in self.first_slots)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -129,7 +132,8 @@ class Node:
     """A run of pages without a fork.
 
     `key` holds 4 bytes for each token, `first_slots` one int for each page. `locks`
-    counts the active users of this node or of anything below it.
+    counts the handles that end here and the children that are locked. A use is noted
+    where it ends: a leaf's `last_access` and `num_hits` go to its parent when it goes.
     """
 
     key: bytes
@@ -156,19 +160,30 @@ class Root(Node):
 
 
 # %% [markdown]
-# What a lookup returns is a small frozen object. Later, only such an object can be locked:
-# nobody can lock, or unlock, what was never matched.
+# Three of these fields are bookkeeping that later sections need; skip them for now.
+#
+# A lookup returns a small object that cannot be changed. Later, only such an object can be
+# locked: nobody can lock, or unlock, what was never matched. It remembers the place in the
+# tree where the match ended, and how often the tree had changed until then. Whoever locks
+# it at once need not walk again.
 
 
 # %% export="radix.py"
-@dataclass(frozen=True)
-class Match:
+End = tuple[Node, int]  # a place in the tree: so many bytes into this node's key
+
+
+class Match(NamedTuple):
     """What was found: `matched_len` tokens, in whole pages, and their slots."""
 
     matched_len: int
     kv_indices: Slots
-    key: bytes = field(repr=False)
+    key: bytes
     extra_key: ExtraKey = None
+    end: End | None = None
+    num_changes: int = -1  # how often the tree had changed when this was found
+
+    def __repr__(self) -> str:
+        return f"Match({self.matched_len}, {self.kv_indices})"
 
 
 # %% [markdown]
@@ -183,10 +198,10 @@ class Match:
 # and why the smallest goes first, is the subject of the section on eviction.
 
 # %% export="radix.py"
-EVICTION: dict[str, Callable[[Node], tuple[int, ...]]] = {  # the smallest goes first
-    "lru": lambda node: (node.last_access,),
-    "lfu": lambda node: (node.num_hits, node.last_access),
-    "fifo": lambda node: (node.created,),
+EVICTION: dict[str, Callable[[Node], int]] = {  # the smallest goes first
+    "lru": lambda node: node.last_access,
+    "lfu": lambda node: node.num_hits << 64 | node.last_access,
+    "fifo": lambda node: node.created,
 }
 
 
@@ -210,7 +225,9 @@ class RadixCache:
         self._step = 4 * page_size  # bytes in a page of the key
         self._roots: dict[ExtraKey, Root] = {}
         self._clock = 0
-        self._leaves = EvictionQueue(EVICTION[eviction])
+        self._num_changes = 0
+        self._priority = EVICTION[eviction]
+        self._leaves = EvictionQueue(self._priority)
 
     @property
     def evictable_size(self) -> int:
@@ -223,52 +240,50 @@ class RadixCache:
 # the notebook the new class inherits from the old one and takes its name, and the exporter
 # joins the parts to one class in `radix.py`.
 #
-# A lookup collects the slots along the path that it walked.
+# The walk collects the slots of the pages that it passes, and says where it left the tree.
 
 
 # %% export="radix.py"
 class RadixCache(RadixCache):
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
         """Find the longest cached prefix, in whole pages. Changes nothing."""
-        key = token_bytes(token_ids)
-        firsts = array("i")
-        for node, num_bytes in self._walk(key, extra_key):
-            firsts += node.first_slots[: num_bytes // self._step]
-        length = len(firsts) * self.page_size
-        return Match(
-            length, Slots(firsts, self.page_size), key[: 4 * length], extra_key
-        )
+        key, firsts = token_bytes(token_ids), array("i")
+        root = self._roots.get(extra_key)
+        end = None if root is None else self._walk(root, key, firsts)
+        slots = Slots(firsts, self.page_size)
+        return Match(len(slots), slots, key, extra_key, end, self._num_changes)
 
-    def _walk(self, key: bytes, extra_key: ExtraKey) -> list[tuple[Node, int]]:
-        """The nodes along `key`, each with the number of its bytes that agree."""
-        path: list[tuple[Node, int]] = []
-        node: Node | None = self._roots.get(extra_key)
-        at = 0
-        while node and (child := node.children.get(key[at : at + self._step])):
-            agree = self._agreement(child.key, key, at)
-            path.append((child, agree))
-            node, at = (child if agree == len(child.key) else None), at + agree
-        return path
+    def _walk(self, node: Node, key: bytes, firsts: "array[int]") -> End:
+        """Follow `key` down from the end of a node, to where it leaves the tree.
+
+        Adds the first slots of the pages on the way to `firsts`.
+        """
+        at, step = 0, self._step
+        while child := node.children.get(key[at : at + step]):
+            if not key.startswith(child.key, at):
+                agree = self._agreement(child.key, key[at:])
+                firsts += child.first_slots[: agree // step]
+                return child, agree
+            firsts += child.first_slots
+            node, at = child, at + len(child.key)
+        return node, len(node.key)
 
 
 # %% [markdown]
-# How far do two runs of bytes agree? Nearly always to the end, and one comparison in C tells.
-# Otherwise the last page that agrees is found by halving, with whole slices compared each
-# time: for a node of 128 pages, seven comparisons.
+# Nearly always `key` repeats a node to its end, and one comparison in C tells. Otherwise the
+# last page that agrees is found by halving, with whole slices compared each time: for a node
+# of 128 pages, seven comparisons.
 
 
 # %% export="radix.py"
 class RadixCache(RadixCache):
-    def _agreement(self, edge: bytes, key: bytes, at: int) -> int:
-        """How many bytes of `edge`, in whole pages, `key` repeats from `at` on."""
-        if key.startswith(edge, at):
-            return len(edge)
-        low = 1  # the first page agrees: the child was found by it
-        high = min(len(edge), len(key) - at) // self._step
-        while low < high:  # the last page that agrees, by halving
+    def _agreement(self, edge: bytes, key: bytes) -> int:
+        """How many bytes, in whole pages, two runs with equal first pages share."""
+        low, high = 1, min(len(edge), len(key)) // self._step
+        while low < high:
             middle = (low + high + 1) // 2
             end = middle * self._step
-            same = edge[:end] == key[at : at + end]
+            same = edge[:end] == key[:end]
             low, high = (middle, high) if same else (low, middle - 1)
         return low * self._step
 
@@ -276,17 +291,30 @@ class RadixCache(RadixCache):
 # %% [markdown]
 # ## Insert, and the split
 #
-# Inserting begins with a match. What is left over becomes a new leaf. If the match ended
-# inside a node, that node is first cut in two where the sequences part: the upper half
+# Inserting begins with the same walk. What is left over becomes a new leaf. If the walk
+# ended inside a node, that node is first cut in two where the sequences part: the upper half
 # is shared, the lower half and the new leaf become its children.
 #
-# One detail of the cut decides bugs later. Somebody may hold the old node, because a
-# running request has locked it. So the old object stays where its *end* is, as the lower
-# half, and the new object goes in above it, with the same locks: whoever uses the lower
-# half uses everything above it as well.
+# The public method checks what it is given. Pages are the unit of memory, so the slots of
+# one page must follow each other.
 
 
 # %% export="radix.py"
+def first_slots_of(
+    slots: Sequence[int], num_pages: int, page_size: int
+) -> "array[int]":
+    """The first slot of each page; `ValueError` if a page's are not consecutive."""
+    size, end = page_size, num_pages * page_size
+    if len(slots) < end:
+        raise ValueError(f"{len(slots)} slots for {end} tokens")
+    if type(slots) is Slots and slots.page_size == size:
+        return array("i", slots.first_slots[:num_pages])
+    firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
+    if list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
+        raise ValueError("the slots of one page must be consecutive")
+    return array("i", list(firsts))
+
+
 class RadixCache(RadixCache):
     def insert(
         self, token_ids: TokenIds, kv_indices: Sequence[int], extra_key: ExtraKey = None
@@ -298,80 +326,88 @@ class RadixCache(RadixCache):
         its own slots: the caller still owns the ones that it passed for them.
         """
         num_pages = len(token_ids) // self.page_size
-        if len(kv_indices) < num_pages * self.page_size:
-            raise ValueError(f"{len(kv_indices)} slots for {len(token_ids)} tokens")
-        firsts = array("i", kv_indices[: num_pages * self.page_size : self.page_size])
-        lasts = kv_indices[
-            self.page_size - 1 : num_pages * self.page_size : self.page_size
-        ]
-        if any(b - a != self.page_size - 1 for a, b in zip(firsts, lasts, strict=True)):
-            raise ValueError("the slots of one page must be consecutive")
-        return self.insert_pages(token_ids, firsts, extra_key)[0]
-
-
-# %% [markdown]
-# The public `insert` above only checks its arguments. The engine will hand over pages, not
-# slots, and it wants to know more than how much was there already: *where the prefix lies
-# now*. Chapter 4 frees the duplicates and points their owner to the slots that the tree
-# kept. So the work is done one level below, and ends with a walk back up, which refreshes
-# the access times and collects the slots on its way.
-
-
-# %% export="radix.py"
-class RadixCache(RadixCache):
-    def insert_pages(
-        self, token_ids: TokenIds, first_slots: "array[int]", extra_key: ExtraKey = None
-    ) -> tuple[int, Match]:
-        """`insert`, with one slot a page; also returns where the prefix lies now."""
-        key = token_bytes(token_ids)[: len(first_slots) * self._step]
-        path = self._walk(key, extra_key)
-        known = sum(num_bytes for _, num_bytes in path)
+        firsts = first_slots_of(kv_indices, num_pages, self.page_size)
+        if not num_pages:
+            return 0
+        key = token_bytes(token_ids)[: num_pages * self._step]
         self._clock += 1
-        end = self._end_of(path, extra_key)
-        if known < len(key):
-            end = self._add_leaf(end, key[known:], first_slots[known // self._step :])
-        slots = Slots(self._refresh(end), self.page_size)
-        return known // 4, Match(len(slots), slots, key[: 4 * len(slots)], extra_key)
-
-    def _refresh(self, end: Node) -> "array[int]":
-        """Give a node and all above it the present tick; the slots of the path."""
-        parts: list[array[int]] = []
-        node: Node | None = end
-        while node is not None:
-            node.last_access = self._clock
-            node.num_hits += 1
-            parts.append(node.first_slots)
-            node = node.parent
-        return array("i", chain.from_iterable(reversed(parts)))
+        end, known, _ = self._enter(self._root(extra_key), key, firsts)
+        end.num_hits += 1
+        self._settle(end)
+        return known * self.page_size
 
 
 # %% [markdown]
-# Where does the new leaf hang? At the end of the match. If that end lies between two nodes,
-# fine; if it lies inside one, a split makes an end of it.
+# The work is one level below, because the engine will come by another door: it wants to go
+# on below a prefix that it holds already, and to know *where the pages lie now*. Chapter 4
+# needs the answer to free duplicates.
 
 
 # %% export="radix.py"
 class RadixCache(RadixCache):
-    def _end_of(self, path: list[tuple[Node, int]], extra_key: ExtraKey) -> Node:
-        """The node whose end is the end of the match; splits if it lies inside one."""
-        if not path:
-            check_extra_key(extra_key)
-            root = Root(b"", array("i"), extra_key=extra_key)
-            return self._roots.setdefault(extra_key, root)
-        node, num_bytes = path[-1]
+    def _enter(
+        self, node: Node, key: bytes, first_slots: "array[int]", num_own_locks: int = 0
+    ) -> "tuple[Node, int, array[int]]":
+        """Add what is missing below a node, and refresh the path.
+
+        Returns the end, how many pages were known, and where all of them lie now.
+        """
+        slots = array("i")
+        end = self._node_at(self._walk(node, key, slots))
+        end.last_access = self._clock
+        known, size = len(slots), self.total_size
+        if known < len(first_slots):
+            more = first_slots[known:]
+            end = self._add(end, key[known * self._step :], more, num_own_locks)
+            slots += more[: (self.total_size - size) // self.page_size]
+        return end, known, slots
+
+    def _node_at(self, end: End) -> Node:
+        """The node that ends at a place; cuts the node that goes on there."""
+        node, num_bytes = end
         return node if num_bytes == len(node.key) else self._split(node, num_bytes)
 
-    def _add_leaf(self, parent: Node, key: bytes, first_slots: "array[int]") -> Node:
-        leaf = Node(key, first_slots, parent, created=self._clock)
-        parent.children[key[: self._step]] = leaf
+    def _root(self, extra_key: ExtraKey) -> Root:
+        root = self._roots.get(extra_key)
+        if root is None:
+            check_extra_key(extra_key)
+            root = self._roots[extra_key] = Root(b"", array("i"), extra_key=extra_key)
+        return root
+
+
+# %% [markdown]
+# What is missing usually becomes a new leaf. There is one case where it should not. A
+# request that decodes 128 tokens at page size 16 adds eight pages, one at a time. As eight
+# nodes in a row they would be a chain that every later lookup has to walk, link by link. If
+# the node above is a leaf, nobody else reads it, and eviction could not tell the two apart,
+# the leaf grows instead.
+
+
+# %% export="radix.py"
+class RadixCache(RadixCache):
+    def _add(
+        self, parent: Node, key: bytes, first_slots: "array[int]", num_own_locks: int
+    ) -> Node:
+        """Hang pages on a node as a new leaf, or let a leaf grow; returns the end."""
+        now = self._clock
+        leaf = Node(key, first_slots, parent, last_access=now, created=now)
+        self._num_changes += 1
         self.total_size += len(key) // 4
-        self._leaves.push(leaf)
+        alone = not parent.children and parent.locks == num_own_locks and parent.key
+        if alone and self._priority(parent) == self._priority(leaf):
+            parent.key += key
+            parent.first_slots += first_slots
+            self.protected_size += len(key) // 4 * num_own_locks
+            return parent
+        parent.children[key[: self._step]] = leaf
         return leaf
 
 
 # %% [markdown]
-# And the split. The picture in its docstring is the whole idea; the rest is keeping both
-# halves consistent.
+# And the split. One detail of the cut decides bugs later. Somebody may hold the old node,
+# because a running request has locked it. So the old object stays where its *end* is, as the
+# lower half, and the new object goes in above it, locked as well: whoever uses the lower
+# half uses everything above it.
 
 
 # %% export="radix.py"
@@ -381,15 +417,15 @@ class RadixCache(RadixCache):
 
         parent                parent
           |                     |
-        node [A B C D]        upper [A B]     new, with the same locks
+        node [A B C D]        upper [A B]     new; locked if the node is
                                 |
                               node [C D]      the same object as before
         """
         parent, cut = node.parent, num_bytes // self._step
         assert parent is not None
+        self._num_changes += 1
         upper = Node(node.key[:num_bytes], node.first_slots[:cut], parent)
-        upper.locks, upper.created = node.locks, node.created
-        upper.last_access, upper.num_hits = node.last_access, node.num_hits
+        upper.locks, upper.created = int(node.locks > 0), node.created
         parent.children[upper.key[: self._step]] = upper
         node.key, node.first_slots = node.key[num_bytes:], node.first_slots[cut:]
         node.parent = upper
@@ -409,47 +445,69 @@ class RadixCache(RadixCache):
 # reads. Among those, by default, the least recently used (`lru`); the least often used
 # (`lfu`) and the oldest (`fifo`) are the alternatives, each one line of the table above.
 #
+# Using a prefix uses all nodes on its path, so all of them should get the present time.
+# Writing it down costs a walk to the root for every use, and nobody looks at the time of an
+# inner node before it has become a leaf. So a use is noted at its end only, and a leaf that
+# goes leaves its time, if it is the later one, to its parent. The parent has then the time of
+# the latest use of anything that ever hung below it, which is what the walk would have
+# written.
+#
 # Two more decisions, both about exactness. A leaf may be a run of a hundred pages while
 # one page is asked for: then only its last page goes, for the pages before it make
 # sense without it and not the other way round. And when a leaf is gone its parent may
 # be a leaf now, and takes its place in the queue.
 #
-# The queue must not search the tree. It is a heap with one entry for each leaf, ordered
-# by access time. Times change while an entry waits in the heap, but they only grow. So
-# an entry that comes out too early is put back with its present time, and an entry for
-# a node that is no longer an unlocked leaf is dropped: it will be pushed again when it
-# becomes one.
+# The queue must not search the tree. It holds one entry for each leaf. Most leaves come in
+# the order in which they will go, the newest last, so they stand in a line; one that comes
+# with an older time (a parent, a leaf just unlocked) goes to a heap beside it. Times change
+# while an entry waits, but they only grow. So an entry that comes out too early is put back
+# with its present time, and an entry for a node that is no longer an unlocked leaf is
+# dropped: it will be pushed again when it becomes one.
 
 
 # %% export="radix.py"
+Entry = tuple[int, int, Node]  # priority, serial number, leaf
+
+
 class EvictionQueue:
-    """Unused leaves, the next victim first: O(log n) for each push and pop.
+    """Unused leaves, the next victim first: at most O(log n) for a push or a pop.
 
     Entries may be stale. Priorities only grow, so an entry's priority is never above
     its node's real one, and `pop` puts right what it finds.
     """
 
-    def __init__(self, priority: Callable[[Node], tuple[int, ...]]) -> None:
+    def __init__(self, priority: Callable[[Node], int]) -> None:
         self._priority = priority
-        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
+        self._line: deque[Entry] = deque()
+        self._heap: list[Entry] = []
         self._serial = 0  # breaks ties: nodes themselves are not comparable
 
     def push(self, node: Node) -> None:
         """Enter a node, if it is an unused leaf and not in the queue yet."""
-        if node.evictable and not node.queued:
-            node.queued = True
-            self._serial += 1
-            heapq.heappush(self._heap, (self._priority(node), self._serial, node))
+        if node.queued or not node.evictable:
+            return
+        node.queued = True
+        self._serial += 1
+        entry = (self._priority(node), self._serial, node)
+        if not self._line or entry > self._line[-1]:
+            self._line.append(entry)
+        else:
+            heappush(self._heap, entry)
 
     def pop(self) -> Node | None:
         """Take out the next victim, or None if every leaf is in use."""
-        while self._heap:
-            priority, _, node = heapq.heappop(self._heap)
+        while self._line or self._heap:
+            priority, _, node = self._take_first()
             node.queued = False
             if node.evictable and priority == self._priority(node):
                 return node
             self.push(node)
         return None
+
+    def _take_first(self) -> Entry:
+        if not self._heap or (self._line and self._line[0] < self._heap[0]):
+            return self._line.popleft()
+        return heappop(self._heap)
 
 
 # %% export="radix.py"
@@ -468,27 +526,30 @@ class RadixCache(RadixCache):
         freed: list[int] = []
         while len(freed) < num_pages and (leaf := self._leaves.pop()):
             keep = max(0, len(leaf.first_slots) - (num_pages - len(freed)))
-            freed += reversed(leaf.first_slots[keep:])
+            freed += leaf.first_slots[keep:][::-1]
             self._trim(leaf, keep)
         self.total_size -= len(freed) * self.page_size
         return freed
 
     def _trim(self, leaf: Node, num_pages: int) -> None:
         """Shorten a leaf to its first pages; 0 removes it, and may free its parent."""
+        self._num_changes += 1
         if num_pages:
             leaf.key = leaf.key[: num_pages * self._step]
             leaf.first_slots = leaf.first_slots[:num_pages]
             self._leaves.push(leaf)
             return
-        parent = leaf.parent
+        parent, leaf.parent = leaf.parent, None
         assert parent is not None
         del parent.children[leaf.key[: self._step]]
-        leaf.parent = None
+        parent.last_access = max(parent.last_access, leaf.last_access)
+        parent.num_hits += leaf.num_hits
         self._settle(parent)
 
     def _settle(self, node: Node) -> None:
-        """A node lost a child or a lock: perhaps it can go now, perhaps it is empty."""
+        """A node is new, or lost a child or a lock: is it free to go, or empty, now?"""
         if isinstance(node, Root) and not node.children and not node.locks:
+            self._num_changes += 1
             self._roots.pop(node.extra_key, None)
         self._leaves.push(node)
 
@@ -506,6 +567,10 @@ class RadixCache(RadixCache):
 # ended inside a node, the lock is what splits it. Locking the whole node "to be on the
 # safe side" would pin pages that nobody reads, and a pool full of those looks like a
 # memory leak.
+#
+# The counting stops early. A node's count is the number of handles that end at it, plus
+# the number of its children that are locked. A node that was locked before already counts
+# on its parent, so the way up ends there.
 #
 # The handle that comes back is the only way to unlock, and it works once.
 
@@ -526,40 +591,104 @@ class RadixCache(RadixCache):
     def lock(self, match: Match) -> Handle:
         """Protect exactly the matched tokens from eviction, and refresh their path.
 
-        Looks the prefix up again; raises `StaleMatch` if it is shorter by now, or lies
-        elsewhere.
+        Looks the prefix up again if the tree has changed since; raises `StaleMatch` if
+        it is shorter by now, or lies elsewhere.
         """
-        path = self._walk(match.key, match.extra_key)
-        if sum(num_bytes for _, num_bytes in path) < len(match.key):
-            raise StaleMatch(
-                f"the {match.matched_len} tokens of the match were evicted"
-            )
+        node = self._node_at(self._end_of(match))
         self._clock += 1
-        end = self._end_of(path, match.extra_key)
-        if self._refresh(end) != match.kv_indices.first_slots:
-            raise StaleMatch("the tokens of the match lie elsewhere now")
-        self._count(end, +1)
-        return Handle(end)
+        node.last_access = self._clock
+        node.num_hits += 1
+        self._pin(node)
+        return Handle(node)
+
+    def _end_of(self, match: Match) -> End:
+        if match.end and match.num_changes == self._num_changes:
+            return match.end
+        key, firsts = match.key[: 4 * match.matched_len], array("i")
+        end = self._walk(self._root(match.extra_key), key, firsts)
+        if firsts != match.kv_indices.first_slots:
+            n = match.matched_len
+            raise StaleMatch(f"the {n} tokens of the match were evicted or moved")
+        return end
 
     def unlock(self, handle: Handle) -> None:
         """Give a lock back. Raises `ValueError` the second time."""
+        node = self._locked(handle)
+        handle.node = None
+        self._unpin(node)
+        self._settle(node)
+
+    def _locked(self, handle: Handle) -> Node:
         if handle.node is None:
             raise ValueError("this handle was unlocked before")
-        self._count(handle.node, -1)
-        self._settle(handle.node)
-        handle.node = None
+        return handle.node
 
-    def _count(self, end: Node, change: int) -> None:
-        """Add to the locks of a path; its tokens change sides when it was or gets 0."""
-        node: Node | None = end
+
+# %% export="radix.py"
+class RadixCache(RadixCache):
+    def _pin(self, node: Node | None) -> None:
+        """Count a lock here, and on the parent of each node that had none before."""
         while node is not None:
-            if node.locks + change == 0 or node.locks == 0:
-                self.protected_size += change * (len(node.key) // 4)
-            node.locks += change
+            node.locks += 1
+            if node.locks > 1:
+                return
+            self.protected_size += len(node.key) // 4
+            node = node.parent
+
+    def _unpin(self, node: Node | None) -> None:
+        while node is not None:
+            node.locks -= 1
+            if node.locks > 0:
+                return
+            self.protected_size -= len(node.key) // 4
             node = node.parent
 
 
 # %% [markdown]
+# A running request holds a lock and goes on computing. Each time one of its pages is
+# complete it could insert its whole sequence again, from the root. It has a better place to
+# begin: the end of its lock. `extend` enters pages below it and moves the lock down. For a
+# request of 32,000 tokens that is one page of work instead of 2,000.
+
+
+# %% export="radix.py"
+class RadixCache(RadixCache):
+    def extend(
+        self, handle: Handle, token_ids: TokenIds, first_slots: "array[int]"
+    ) -> "tuple[int, array[int]]":
+        """Enter whole pages below a locked prefix; the lock moves to their end.
+
+        `token_ids` are those after the prefix, `first_slots` one slot a page. Returns
+        how many of the tokens were known, and the first slots of their pages now.
+        """
+        node = self._locked(handle)
+        self._clock += 1
+        key = token_bytes(token_ids)[: len(first_slots) * self._step]
+        end, known, slots = self._enter(node, key, first_slots, num_own_locks=1)
+        if end is not node:
+            self._pin(end)
+            self._unpin(node)
+            handle.node = end
+        return known * self.page_size, slots
+
+    def evictable_len(self, match: Match) -> int:
+        """How many tokens of a match nobody has locked: a lock would pin them."""
+        if not match.matched_len:
+            return 0
+        node: Node | None
+        node, num_bytes = self._end_of(match)
+        num_tokens = 0
+        while node is not None and not node.locks:
+            num_tokens += num_bytes // 4
+            node = node.parent
+            num_bytes = len(node.key) if node else 0
+        return num_tokens
+
+
+# %% [markdown]
+# The second method answers a question that comes up when memory is short: evictable tokens
+# that a request is about to lock are none that can be evicted for it.
+#
 # A root's key is empty, so it adds nothing to the sizes, and it has no parent, so it is
 # never evictable.
 #
@@ -589,10 +718,8 @@ class RadixCache(RadixCache):
             assert node.parent is not None and node.key
             assert len(node.key) == len(node.first_slots) * self._step
             assert node.parent.children[node.key[: self._step]] is node
-            assert 0 <= node.locks <= node.parent.locks, (
-                "a path is locked from its end up"
-            )
-            assert node.last_access <= node.parent.last_access
+            locked = sum(child.locks > 0 for child in node.children.values())
+            assert node.locks >= locked, "a path is locked from its end up"
             assert node.queued or not node.evictable, (
                 "an unused leaf that eviction misses"
             )

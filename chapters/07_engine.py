@@ -313,13 +313,12 @@ class Scheduler(Scheduler):
         """Start a lease if the request fits; the size of its first chunk, or 0."""
         if self.admission == "reserve" and not self._reservable(state):
             return 0
-        lease = self.cache.acquire(state.tokens, state.request.extra_key)
-        cached = min(len(lease.pages) * self.cache.page_size, len(state.tokens) - 1)
+        match = self.cache.find(state.tokens, state.request.extra_key)
+        cached = min(match.matched_len, len(state.tokens) - 1)
         num_tokens = min(len(state.tokens) - cached, budget)
         try:
-            self.cache.grow(lease, cached + num_tokens)
+            lease = self.cache.acquire(match, cached + num_tokens)
         except OutOfPages:
-            self.cache.release(lease, state.tokens, 0)
             return 0
         self.waiting.remove(state)
         insort(self.running, state, key=lambda s: s.order)

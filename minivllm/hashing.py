@@ -1,4 +1,4 @@
-# Exported from chapters/02_hashing.py (4f0f97b7): edit the chapter.
+# Exported from chapters/02_hashing.py (a8be9d4c): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
@@ -22,12 +22,12 @@ def root_hash(extra_key: ExtraKey = None) -> bytes:
     """The name of the empty past under `extra_key` (cache salt, adapter, image)."""
     check_extra_key(extra_key)
     salt = b"" if extra_key is None else repr(extra_key).encode()
-    return blake2b(salt, digest_size=DIGEST_BYTES).digest()
+    return blake2b(salt).digest()[:DIGEST_BYTES]
 
 
 def page_name(past: bytes, page: bytes) -> bytes:
     """The name of a page, from the name of its past and the bytes of its tokens."""
-    return blake2b(past + page, digest_size=DIGEST_BYTES).digest()
+    return blake2b(past + page).digest()[:DIGEST_BYTES]
 
 
 def page_hashes(
@@ -49,9 +49,13 @@ def extend_hashes(
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, not {page_size}")
     data, step = token_bytes(token_ids), 4 * page_size
-    names = list(known)
-    name = names[-1] if names else root_hash(extra_key)
-    for start in range(len(names) * step, len(data) - step + 1, step):
-        name = page_name(name, data[start : start + step])
-        names.append(name)
-    return names
+    past = known[-1] if known else root_hash(extra_key)
+    return known + names_after(past, data[len(known) * step :], step)
+
+
+def names_after(past: bytes, data: bytes, num_bytes: int) -> list[bytes]:
+    """Names of the whole pages in `data`, of `num_bytes` each, that follow `past`."""
+    return [
+        past := page_name(past, data[start : start + num_bytes])
+        for start in range(0, len(data) - num_bytes + 1, num_bytes)
+    ]

@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (3d11b3a4): edit the chapter.
+# Exported from chapters/04_pages.py (5d58959e): edit the chapter.
 """K/V memory in pages: who may write where."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PagePool:
         self.page_size = page_size
         self._returned: list[int] = []  # the last to come back goes out first
         self._num_touched = 0  # pages from here on were never handed out
-        self._is_out = bytearray(num_pages)
+        self._out: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -36,27 +36,24 @@ class PagePool:
             raise ValueError(f"{num_pages} pages asked for")
         if num_pages > self.num_free:
             raise OutOfPages(f"{num_pages} pages asked for, {self.num_free} free")
-        pages = [
-            self._returned.pop() for _ in range(min(num_pages, len(self._returned)))
-        ]
-        fresh = self._num_touched + num_pages - len(pages)
-        pages += range(self._num_touched, fresh)
+        reused = self._returned[max(0, len(self._returned) - num_pages) :][::-1]
+        del self._returned[len(self._returned) - len(reused) :]
+        fresh = self._num_touched + num_pages - len(reused)
+        pages = [*reused, *range(self._num_touched, fresh)]
         self._num_touched = fresh
-        for page in pages:
-            self._is_out[page] = 1
+        self._out.update(pages)
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
         """Take pages back. Raises `ValueError`, and takes none, if one is not out."""
-        for page in pages:
-            if not 0 <= page < self.num_pages or not self._is_out[page]:
-                raise ValueError(f"page {page} is not allocated")
-        if len(set(pages)) < len(pages):
+        going = set(pages)
+        if not going <= self._out:
+            raise ValueError(f"page {min(going - self._out)} is not allocated")
+        if len(going) < len(pages):
             raise ValueError(f"a page appears twice in {list(pages)}")
-        for page in pages:
-            self._is_out[page] = 0
+        self._out -= going
         self._returned.extend(reversed(pages))
 
     def is_out(self, page: int) -> bool:
         """Whether somebody holds this page."""
-        return bool(self._is_out[page])
+        return page in self._out

@@ -1,16 +1,16 @@
-# Exported from chapters/04_pages.py (b2242f42): edit the chapter.
+# Exported from chapters/04_pages.py (b2340962): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from minivllm.events import Observer, ignore
-from minivllm.hashing import page_name, root_hash
-from minivllm.pages import PagePool
-from minivllm.radix import Handle, Match, Node, RadixCache, Root, Slots
+from minivllm.hashing import names_after, page_name, root_hash
+from minivllm.pages import OutOfPages, PagePool
+from minivllm.radix import End, Handle, Match, Node, RadixCache, Root, Slots
 from minivllm.request import ExtraKey, TokenIds
 
 
@@ -23,16 +23,19 @@ class PageIndex(Protocol):
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
         """Find the longest published prefix, in whole pages. Changes nothing."""
 
-    def insert_pages(
-        self, token_ids: TokenIds, first_slots: array[int], extra_key: ExtraKey = None
-    ) -> tuple[int, Match]:
-        """Enter full pages; say how many tokens were known, and where all lie now."""
-
     def lock(self, match: Match) -> Handle:
         """Protect a match from eviction."""
 
     def unlock(self, handle: Handle) -> None:
         """End the protection."""
+
+    def extend(
+        self, handle: Handle, token_ids: TokenIds, first_slots: array[int]
+    ) -> tuple[int, array[int]]:
+        """Enter pages below a lock; how many tokens were known, and where all lie."""
+
+    def evictable_len(self, match: Match) -> int:
+        """How many tokens of a match nobody has locked."""
 
     def evict_pages(self, num_pages: int) -> list[int]:
         """Forget pages, next victims and tails first; their first slots."""
@@ -41,56 +44,74 @@ class PageIndex(Protocol):
         """All published pages."""
 
 
-@dataclass(eq=False, slots=True)
-class Entry(Node):
-    """A node of one page that knows its name."""
-
-    name: bytes = b""
-
-
 class HashIndex(RadixCache):
     """A table from chained page hashes to pages (vLLM's index), with the tree's API."""
 
     def __init__(self, page_size: int, eviction: str = "lru") -> None:
         super().__init__(page_size, eviction)
-        self._entries: dict[bytes, Entry] = {}
+        self._table: dict[bytes, Node] = {}  # a page's name -> the run that holds it
+        self._names: dict[Node, list[bytes]] = {}  # the names of a run's pages
 
-    def _walk(self, key: bytes, extra_key: ExtraKey) -> list[tuple[Node, int]]:
-        """The entries along `key`, found by name and confirmed by tokens and parent."""
-        parent: Node | None = self._roots.get(extra_key)
-        name, path = root_hash(extra_key), list[tuple[Node, int]]()
-        for start in range(0, len(key) - self._step + 1, self._step):
-            page = key[start : start + self._step]
+    def _walk(self, node: Node, key: bytes, firsts: array[int]) -> End:
+        """Look the pages of `key` up by name; confirm each by its tokens and parent."""
+        name, within = self._last_name(node), len(node.key)
+        for at in range(0, len(key) - self._step + 1, self._step):
+            page = key[at : at + self._step]
             name = page_name(name, page)
-            entry = self._entries.get(name)
-            if entry is None or entry.parent is not parent or entry.key != page:
+            found = self._table.get(name)
+            if found is None:
                 break
-            path.append((entry, self._step))
-            parent = entry
-        return path
-
-    def _add_leaf(self, parent: Node, key: bytes, first_slots: array[int]) -> Node:
-        name = parent.name if isinstance(parent, Entry) else b""
-        if isinstance(parent, Root):
-            name = root_hash(parent.extra_key)
-        for i, slot in enumerate(first_slots):
-            page = key[i * self._step : (i + 1) * self._step]
-            name = page_name(name, page)
-            if name in self._entries:
-                break
-            entry = Entry(
-                page, array("i", [slot]), parent, created=self._clock, name=name
+            follows = found is node or (
+                found.parent is node and within == len(node.key)
             )
-            parent.children[page] = self._entries[name] = entry
-            self.total_size += self.page_size
-            parent = entry
-        self._leaves.push(parent)
-        return parent
+            offset = within if found is node else 0
+            if not (follows and found.key.startswith(page, offset)):
+                break
+            firsts.append(found.first_slots[offset // self._step])
+            node, within = found, offset + self._step
+        return node, within
+
+    def _last_name(self, node: Node) -> bytes:
+        """The name of a node's last page: the past of whatever hangs below it."""
+        if isinstance(node, Root):
+            return root_hash(node.extra_key)
+        return self._names[node][-1]
+
+    def _add(
+        self, parent: Node, key: bytes, first_slots: array[int], num_own_locks: int
+    ) -> Node:
+        names = self._free_names(parent, key)
+        if not names:
+            return parent
+        key, first_slots = key[: len(names) * self._step], first_slots[: len(names)]
+        node = super()._add(parent, key, first_slots, num_own_locks)
+        self._names.setdefault(node, []).extend(names)
+        self._table.update(dict.fromkeys(names, node))
+        return node
+
+    def _free_names(self, parent: Node, key: bytes) -> list[bytes]:
+        """Names for the pages of `key`, up to the first that is taken."""
+        names = names_after(self._last_name(parent), key, self._step)
+        if len(set(names)) == len(names) and self._table.keys().isdisjoint(names):
+            return names
+        taken = (i for i, n in enumerate(names) if n in self._table or n in names[:i])
+        return names[: next(taken)]
+
+    def _split(self, node: Node, num_bytes: int) -> Node:
+        upper, cut = super()._split(node, num_bytes), num_bytes // self._step
+        names = self._names[node]
+        self._names[upper], self._names[node] = names[:cut], names[cut:]
+        self._table.update(dict.fromkeys(names[:cut], upper))
+        return upper
 
     def _trim(self, leaf: Node, num_pages: int) -> None:
         super()._trim(leaf, num_pages)
-        assert isinstance(leaf, Entry)
-        del self._entries[leaf.name]
+        names = self._names[leaf]
+        for name in names[num_pages:]:
+            del self._table[name]
+        del names[num_pages:]
+        if not names:
+            del self._names[leaf]
 
 
 class NoIndex:
@@ -106,18 +127,22 @@ class NoIndex:
         """Find nothing."""
         return Match(0, Slots(array("i"), self.page_size), b"", extra_key)
 
-    def insert_pages(
-        self, token_ids: TokenIds, first_slots: array[int], extra_key: ExtraKey = None
-    ) -> tuple[int, Match]:
-        """Take nothing."""
-        return 0, self.match_prefix(token_ids, extra_key)
-
     def lock(self, match: Match) -> Handle:
         """Protect nothing."""
         return Handle(None)
 
     def unlock(self, handle: Handle) -> None:
         """Nothing was protected."""
+
+    def extend(
+        self, handle: Handle, token_ids: TokenIds, first_slots: array[int]
+    ) -> tuple[int, array[int]]:
+        """Take nothing."""
+        return 0, array("i")
+
+    def evictable_len(self, match: Match) -> int:
+        """Nothing was found."""
+        return 0
 
     def evict_pages(self, num_pages: int) -> list[int]:
         """Nothing can go."""
@@ -135,10 +160,10 @@ class Lease:
     The first `num_shared` are published and pinned; the others are private to it.
     """
 
-    extra_key: ExtraKey = None
-    pages: list[int] = field(default_factory=list)
-    num_shared: int = 0
-    handle: Handle | None = None
+    pages: list[int]
+    num_shared: int
+    handle: Handle
+    num_offered: int  # pages that the index was shown, whether it took them or not
 
 
 INDEXES: dict[str, type[RadixCache] | type[HashIndex] | type[NoIndex]] = {
@@ -167,33 +192,48 @@ class PrefixCache:
         self.published_tokens = 0
         self.evicted_tokens = 0
 
-    def acquire(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Lease:
-        """Start a lease with the longest published prefix, pinned at once."""
-        match = self.index.match_prefix(token_ids, extra_key)
-        lease = Lease(extra_key, match.kv_indices.pages, handle=self.index.lock(match))
-        lease.num_shared = len(lease.pages)
+    def find(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
+        """Find the longest published prefix. Changes nothing."""
+        return self.index.match_prefix(token_ids, extra_key)
+
+    def acquire(self, match: Match, num_tokens: int) -> Lease:
+        """Pin a match, and get pages for the rest of the first `num_tokens` tokens.
+
+        Raises `OutOfPages` if they cannot be had; then nothing has changed.
+        """
+        pages = match.kv_indices.pages
+        missing = self.pages_for(num_tokens) - len(pages)
+        if missing > self.pool.num_free:
+            self._check_room(missing, self.index.evictable_len(match))
+        handle = self.index.lock(match)
+        lease = Lease(pages, len(pages), handle, num_offered=len(pages))
         self.leases.add(lease)
+        self.grow(lease, num_tokens)
         return lease
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def _check_room(self, num_pages: int, num_reserved_tokens: int = 0) -> None:
+        """Raise `OutOfPages` unless eviction can make room for so many pages."""
+        kept = self.index.protected_size + num_reserved_tokens
+        room = self.pool.num_free + (self.index.total_size - kept) // self.page_size
+        if num_pages > room:
+            raise OutOfPages(f"{num_pages} pages needed, {room} to be had")
 
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Make room for the first `num_tokens` tokens, or raise `OutOfPages`."""
         missing = self.pages_for(num_tokens) - len(lease.pages)
         if missing <= 0:
             return
-        self._evict(missing - self.pool.num_free)
+        if missing > self.pool.num_free:
+            self._check_room(missing)
+            self._evict(missing - self.pool.num_free)
         lease.pages += self.pool.allocate(missing)
         self.observer("allocate", pages=lease.pages[-missing:])
 
-    def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold so many tokens."""
-        return -(-num_tokens // self.page_size)
-
     def _evict(self, num_pages: int) -> None:
-        evictable = (
-            self.index.total_size - self.index.protected_size
-        ) // self.page_size
-        if num_pages <= 0 or num_pages > evictable:
-            return  # enough is free, or eviction cannot help: keep what is there
         pages = [slot // self.page_size for slot in self.index.evict_pages(num_pages)]
         self.pool.free(pages)
         self.evicted_tokens += len(pages) * self.page_size
@@ -205,34 +245,30 @@ class PrefixCache:
         Pages that turn out to be published already are freed, and the lease points to
         the published ones instead. The lease then pins all that it published.
         """
-        count = num_committed // self.page_size
-        if count <= lease.num_shared:
-            return
-        slots = array("i", (page * self.page_size for page in lease.pages[:count]))
-        ids = token_ids[: count * self.page_size]
-        num_known, match = self.index.insert_pages(ids, slots, lease.extra_key)
-        published = match.kv_indices.pages
-        self._hand_over(lease, self.index.lock(match))
-        spare = [a for a, b in zip(lease.pages, published, strict=False) if a != b]
-        self.pool.free(spare)
-        self.observer("free", pages=spare)
-        lease.pages[: len(published)] = published
-        lease.num_shared = len(published)
-        self.published_tokens += match.matched_len - num_known
-        self.observer("publish", pages=published[num_known // self.page_size :])
+        start, end = lease.num_offered, num_committed // self.page_size
+        if end <= start or lease.num_shared < start:
+            return  # nothing new, or a page was refused: no page without its past
+        own, size = lease.pages[start:end], self.page_size
+        given = array("i", [page * size for page in own])
+        ids = token_ids[start * size : end * size]
+        num_known, slots = self.index.extend(lease.handle, ids, given)
+        published = own if slots == given else [slot // size for slot in slots]
+        lease.num_offered, lease.num_shared = end, start + len(published)
+        lease.pages[start : lease.num_shared] = published
+        self._free([a for a, b in zip(own, published, strict=False) if a != b])
+        self.published_tokens += len(slots) * size - num_known
+        self.observer("publish", pages=published[num_known // size :])
 
-    def _hand_over(self, lease: Lease, handle: Handle | None) -> None:
-        """Replace the lock of a lease: the new one is held before the old one goes."""
-        old, lease.handle = lease.handle, handle
-        if old is not None:
-            self.index.unlock(old)
+    def _free(self, pages: list[int]) -> None:
+        if pages:
+            self.pool.free(pages)
+            self.observer("free", pages=pages)
 
     def release(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
         """End a lease: publish its complete pages, give the others back, unpin."""
         self.publish(lease, token_ids, num_committed)
-        self.pool.free(lease.pages[lease.num_shared :])
-        self.observer("free", pages=lease.pages[lease.num_shared :])
-        self._hand_over(lease, None)
+        self._free(lease.pages[lease.num_shared :])
+        self.index.unlock(lease.handle)
         self.leases.remove(lease)
         lease.pages, lease.num_shared = [], 0
 

@@ -31,9 +31,7 @@ def test_a_bad_free_frees_nothing(wrong):
 
 
 def computed(cache, tokens, extra=None):
-    lease = cache.acquire(tokens, extra)
-    cache.grow(lease, len(tokens))
-    return lease
+    return cache.acquire(cache.find(tokens, extra), len(tokens))
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
@@ -59,7 +57,7 @@ def test_aborted_at_token_20_leaves_16(index):
     cache = PrefixCache(8, 16, index)
     lease = computed(cache, list(range(40)))
     cache.release(lease, list(range(40)), num_committed=20)
-    assert cache.acquire(list(range(40))).num_shared == 1
+    assert cache.find(list(range(40))).matched_len == 16
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
@@ -68,13 +66,12 @@ def test_a_match_pins_before_anything_can_evict(index):
     cache = PrefixCache(3, 4, index)
     tokens = list(range(8))
     cache.release(computed(cache, tokens), tokens, 8)
-    lease = cache.acquire([*tokens, 9])
+    lease = cache.acquire(cache.find([*tokens, 9]), 8)
     with pytest.raises(OutOfPages):
         cache.grow(lease, 20)
     cache.grow(lease, 12)
-    other = cache.acquire([50])
     with pytest.raises(OutOfPages):
-        cache.grow(other, 1)
+        cache.acquire(cache.find([50]), 1)
     cache.check()
 
 
@@ -87,7 +84,7 @@ def test_reset_refuses_while_a_lease_is_held(index):
     cache.release(lease, list(range(8)), 8)
     assert cache.reset() is True
     assert cache.stats()["pages_free"] == 4
-    assert cache.acquire(list(range(8))).num_shared == 0
+    assert cache.find(list(range(8))).matched_len == 0
 
 
 class Leases(RuleBasedStateMachine):
@@ -106,7 +103,10 @@ class Leases(RuleBasedStateMachine):
     def acquire(self, pages, rest):
         tokens = [page for page in pages for _ in range(self.page_size)]
         tokens += [9] * (rest % self.page_size)
-        leases = [cache.acquire(tokens) for cache in self.caches]
+        leases = []
+        for cache in self.caches:
+            match = cache.find(tokens)
+            leases.append(cache.acquire(match, match.matched_len))
         assert leases[0].num_shared == leases[1].num_shared
         shared = min(leases[0].num_shared * self.page_size, len(tokens) - 1)
         self.live.append([tokens, shared, leases])

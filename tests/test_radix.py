@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minivllm.prefix_cache import HashIndex
-from minivllm.radix import RadixCache, StaleMatch
+from minivllm.radix import RadixCache, Slots, StaleMatch
 
 A, B, C, D, E = range(5)
 
@@ -34,19 +34,20 @@ class Twin:
             found.append(self.pages[key][0])
         return found
 
-    def touch(self, tokens, extra):
+    def touch(self, tokens, extra, hits):
         self.tick += 1
         for key in self.prefixes(tokens, extra):
             self.pages[key][1] = self.tick
-            self.pages[key][2] += 1
+            self.pages[key][2] += hits
 
-    def insert(self, tokens, slots, extra):
+    def insert(self, tokens, slots, extra, hits=1):
+        """Slots are one a page, for all pages; `hits` 0 is what `extend` does."""
         known = len(self.match(tokens, extra))
         for key, slot in list(zip(self.prefixes(tokens, extra), slots, strict=True))[
             known:
         ]:
             self.pages[key] = [slot, 0, 0, self.tick + 1, 0]
-        self.touch(tokens, extra)
+        self.touch(tokens, extra, hits)
         return known * self.page_size
 
     def lock(self, tokens, extra, change):
@@ -101,11 +102,14 @@ class Comparison(RuleBasedStateMachine):
         tokens = self.tokens(pages, rest)
         firsts = [self.next_slot + i * self.page_size for i in range(len(pages))]
         self.next_slot += len(pages) * self.page_size
-        known = self.twin.insert(tokens, firsts, extra)
+        if pages:
+            known = self.twin.insert(tokens, firsts, extra)
         for index in self.indexes:
-            was_known, match = index.insert_pages(tokens, array("i", firsts), extra)
-            assert was_known == known
-            assert list(match.kv_indices.first_slots) == self.twin.match(tokens, extra)
+            was_known = index.insert(tokens, self.slots(firsts), extra)
+            assert was_known == (known if pages else 0)
+
+    def slots(self, firsts):
+        return Slots(array("i", firsts), self.page_size)
 
     @rule(pages=sequences, rest=st.integers(0, 15), extra=extras)
     def match(self, pages, rest, extra):
@@ -127,9 +131,30 @@ class Comparison(RuleBasedStateMachine):
         handles = [
             index.lock(index.match_prefix(tokens, extra)) for index in self.indexes
         ]
-        self.twin.touch(tokens, extra)
+        self.twin.touch(tokens, extra, 1)
         self.twin.lock(tokens, extra, +1)
         self.locks.append((tokens, extra, handles))
+
+    @rule(which=st.integers(0, 100), pages=sequences, rest=st.integers(0, 15))
+    def extend(self, which, pages, rest):
+        """A lock grows by whole pages: as if all of it were inserted from the root."""
+        if not self.locks:
+            return
+        place = which % len(self.locks)
+        tokens, extra, handles = self.locks[place]
+        more = self.tokens(pages, rest)
+        firsts = [self.next_slot + i * self.page_size for i in range(len(pages))]
+        self.next_slot += len(pages) * self.page_size
+        whole = tokens + more[: len(pages) * self.page_size]
+        held = len(tokens) // self.page_size
+        known = self.twin.insert(whole, [None] * held + firsts, extra, hits=0)
+        for index, handle in zip(self.indexes, handles, strict=True):
+            was_known, slots = index.extend(handle, more, array("i", firsts))
+            assert was_known == known - len(tokens)
+            assert list(slots) == self.twin.match(whole, extra)[held:]
+        self.twin.lock(tokens, extra, -1)
+        self.twin.lock(whole, extra, +1)
+        self.locks[place] = (whole, extra, handles)
 
     @rule(which=st.integers(0, 100))
     def unlock(self, which):
@@ -157,11 +182,11 @@ class Comparison(RuleBasedStateMachine):
         )
         for index in self.indexes:
             assert (index.total_size, index.protected_size) == (total, protected)
-        self.indexes[0].check()
+            index.check()
 
 
 Comparison.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=80, stateful_step_count=50, deadline=None
 )
 TestBothIndexesAgreeWithTheTwin = Comparison.TestCase
 
@@ -254,7 +279,7 @@ def test_unaligned_keys():
 
 def test_a_match_that_was_evicted_cannot_be_locked():
     for cache in (RadixCache(4), HashIndex(4)):
-        cache.insert_pages(range(8), array("i", [0, 4]))
+        cache.insert(range(8), range(8))
         match = cache.match_prefix(range(8))
         cache.evict_pages(1)
         with pytest.raises(StaleMatch):
@@ -279,9 +304,14 @@ def test_hash_hit_is_confirmed_by_tokens_and_parent(monkeypatch):
     import minivllm.prefix_cache as module
 
     monkeypatch.setattr(module, "page_name", lambda past, page: b"x")
+    monkeypatch.setattr(
+        module, "names_after", lambda past, data, size: [b"x"] * (len(data) // size)
+    )
     index = HashIndex(4)
-    index.insert_pages([1] * 4, array("i", [0]))
+    index.insert([1] * 4, range(4))
     assert index.match_prefix([2] * 4).matched_len == 0
     assert index.match_prefix([1] * 4).matched_len == 4
-    known, match = index.insert_pages([2] * 4, array("i", [4]))
-    assert (known, match.matched_len) == (0, 0), "the name is taken: not entered"
+    assert index.insert([2] * 4, range(4, 8)) == 0 and index.total_size == 4, (
+        "the name is taken: not entered"
+    )
+    index.check()
