@@ -662,6 +662,8 @@ def least_squares(
 
     Gauss-Jordan elimination. Raises `ValueError` if the rows do not determine x.
     """
+    if not rows:
+        raise ValueError("there are no measurements")
     columns = list(zip(*rows, strict=True))
     table = [
         [sum(map(mul, column, other)) for other in (*columns, targets)]

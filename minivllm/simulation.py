@@ -1,4 +1,4 @@
-# Exported from chapters/08_simulation.py (00951b12): edit the chapter.
+# Exported from chapters/08_simulation.py (6c6dc7be): edit the chapter.
 """A clock to pass in, and in place of the model: its cost, and a memory of pasts."""
 
 from __future__ import annotations
@@ -249,6 +249,8 @@ def least_squares(
 
     Gauss-Jordan elimination. Raises `ValueError` if the rows do not determine x.
     """
+    if not rows:
+        raise ValueError("there are no measurements")
     columns = list(zip(*rows, strict=True))
     table = [
         [sum(map(mul, column, other)) for other in (*columns, targets)]
