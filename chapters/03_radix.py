@@ -310,7 +310,7 @@ def first_slots_of(
     if type(slots) is Slots and slots.page_size == size:
         return array("i", slots.first_slots[:num_pages])
     firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
-    if list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
+    if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
         raise ValueError("the slots of one page must be consecutive")
     return array("i", list(firsts))
 
@@ -357,8 +357,8 @@ class RadixCache(RadixCache):
         end.last_access = self._clock
         known, size = len(slots), self.total_size
         if known < len(first_slots):
-            more = first_slots[known:]
-            end = self._add(end, key[known * self._step :], more, num_own_locks)
+            more, own = first_slots[known:], num_own_locks if end is node else 0
+            end = self._add(end, key[known * self._step :], more, own)
             slots += more[: (self.total_size - size) // self.page_size]
         return end, known, slots
 

@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (4624d000): edit the chapter.
+# Exported from chapters/03_radix.py (c195519f): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -211,8 +211,8 @@ class RadixCache:
         end.last_access = self._clock
         known, size = len(slots), self.total_size
         if known < len(first_slots):
-            more = first_slots[known:]
-            end = self._add(end, key[known * self._step :], more, num_own_locks)
+            more, own = first_slots[known:], num_own_locks if end is node else 0
+            end = self._add(end, key[known * self._step :], more, own)
             slots += more[: (self.total_size - size) // self.page_size]
         return end, known, slots
 
@@ -428,7 +428,7 @@ def first_slots_of(slots: Sequence[int], num_pages: int, page_size: int) -> arra
     if type(slots) is Slots and slots.page_size == size:
         return array("i", slots.first_slots[:num_pages])
     firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
-    if list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
+    if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
         raise ValueError("the slots of one page must be consecutive")
     return array("i", list(firsts))
 

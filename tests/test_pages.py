@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from minivllm.hashing import page_hashes
 from minivllm.pages import OutOfPages, PagePool
 from minivllm.prefix_cache import PrefixCache
 
@@ -156,3 +157,44 @@ Leases.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
 TestLeases = Leases.TestCase
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_an_acquire_that_fails_changes_nothing(index):
+    """No page moves, no lock is left, and the prefix has not been used."""
+    cache = PrefixCache(4, 4, index)
+    old, new = list(range(8)), list(range(50, 58))
+    for tokens in (old, new):
+        cache.release(computed(cache, tokens), tokens, 8)
+    for _ in range(3):
+        with pytest.raises(OutOfPages):
+            cache.acquire(cache.find(old), 20)
+    assert cache.stats()["pages_evictable"] == 4 and not cache.leases
+    cache.acquire(cache.find([99]), 1)
+    assert cache.find(old).matched_len == 4, "the older prefix still goes first"
+    cache.check()
+
+
+def test_a_match_is_no_room_for_its_own_request():
+    """b13: two evictable pages are the match itself; they cannot be evicted for it."""
+    cache = PrefixCache(2, 4)
+    tokens = list(range(8))
+    cache.release(computed(cache, tokens), tokens, 8)
+    with pytest.raises(OutOfPages):
+        cache.acquire(cache.find(tokens), 12)
+    assert not cache.leases and cache.stats()["pages_pinned"] == 0
+
+
+def test_no_page_is_published_without_its_past():
+    """Once the index has refused a page, the pages after it are not offered."""
+    cache = PrefixCache(8, 4, "hash")
+    tokens = [1] * 4 + [2] * 4 + [3] * 4
+    lease = computed(cache, tokens)
+    cache.publish(lease, tokens, 4)
+    taken = page_hashes(tokens, 4)[1]
+    cache.index._table[taken] = next(cache.index.nodes())  # the name is another's
+    cache.publish(lease, tokens, 8)
+    del cache.index._table[taken]
+    cache.publish(lease, tokens, 12)
+    assert lease.num_shared == 1
+    assert cache.find([1] * 4 + [3] * 4).matched_len == 4, "page 3 is not page 2"

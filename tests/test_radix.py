@@ -1,12 +1,14 @@
 """Both indexes against a twin that is obviously right, and cases that others missed."""
 
+import random
 from array import array
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from minivllm.hashing import page_hashes
 from minivllm.prefix_cache import HashIndex
 from minivllm.radix import RadixCache, Slots, StaleMatch
 
@@ -257,8 +259,9 @@ def test_eviction_frees_exactly_what_is_asked():
 def test_five_thousand_nested_prefixes():
     """b10: nothing recurses."""
     cache = RadixCache(page_size=1)
+    ids = array("i", range(5000))
     for n in range(1, 5001):
-        cache.insert(range(n), range(n))
+        cache.insert(ids[:n], Slots(ids[:n], 1))
     match = cache.match_prefix(range(5000))
     assert match.matched_len == cache.total_size == 5000
     handle = cache.lock(match)
@@ -315,3 +318,72 @@ def test_hash_hit_is_confirmed_by_tokens_and_parent(monkeypatch):
         "the name is taken: not entered"
     )
     index.check()
+
+
+def two_runs(name_of_the_page):
+    """A table with [1 x 4, 2 x 4] and [3 x 4], and one name made to point astray."""
+    index = HashIndex(4)
+    index.insert([1] * 4 + [2] * 4, range(8))
+    index.insert([3] * 4, range(8, 12))
+    stranger = next(n for n in index.nodes() if n.key.startswith(b"\3"))
+    index._table[page_hashes(name_of_the_page, 4)[-1]] = stranger
+    return index
+
+
+def test_a_stolen_name_gives_no_page():
+    """A name that collides under the same parent: the tokens are compared."""
+    assert two_runs([9] * 4).match_prefix([9] * 4).matched_len == 0
+
+
+def test_a_name_under_another_parent_gives_no_page():
+    """A name that collides after another past, with the same tokens."""
+    index = two_runs([1] * 4 + [2] * 4 + [3] * 4)
+    assert index.match_prefix([1] * 4 + [2] * 4 + [3] * 4).matched_len == 8
+
+
+@given(
+    uses=st.lists(st.tuples(st.sampled_from("ilx"), st.integers(0, 5)), max_size=30),
+    index=st.sampled_from([RadixCache, HashIndex]),
+)
+def test_leaves_go_in_the_order_of_their_last_use(uses, index):
+    """Six leaves; a use is an insert, or a lock that ends at once or much later."""
+    cache, held, order = index(1), [], []
+    for kind, leaf in [("i", leaf) for leaf in range(6)] + uses:
+        order = [other for other in order if other != leaf] + [leaf]
+        if kind == "i":
+            cache.insert([leaf], [leaf])
+            continue
+        held.append(cache.lock(cache.match_prefix([leaf])))
+        if kind == "l":
+            cache.unlock(held.pop())
+    for handle in held:
+        cache.unlock(handle)
+    assert [cache.evict(1) for _ in range(6)] == [[leaf] for leaf in order]
+
+
+def long_history(page_size, eviction, num_steps, seed=0):
+    """The rules of the comparison, in a long random order that keeps the tree full."""
+    rng, machine = random.Random(seed), Comparison()
+    machine.start(page_size=page_size, eviction=eviction)
+    for _ in range(num_steps):
+        pages = [rng.randrange(2) for _ in range(rng.randrange(7))]
+        extra, rest = rng.choice([None, None, "salt"]), rng.randrange(16)
+        which = rng.randrange(100)
+        rule = rng.choice(["insert", "match", "lock", "extend", "unlock", "evict"])
+        if rule in ("insert", "match"):
+            getattr(machine, rule)(pages=pages, rest=rest, extra=extra)
+        elif rule == "lock" and len(machine.locks) < 4:
+            machine.lock(pages=pages, extra=extra)
+        elif rule == "extend":
+            machine.extend(which=which, pages=pages[:2], rest=rest)
+        elif rule == "unlock":
+            machine.unlock(which=which)
+        elif rule == "evict":
+            machine.evict(num_pages=rng.randrange(6))
+        machine.sizes()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "fifo"])
+def test_thousands_of_steps(page_size, eviction):
+    long_history(page_size, eviction, num_steps=2_000)

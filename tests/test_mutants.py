@@ -1,0 +1,213 @@
+"""Faults planted on purpose: for each, a test that must notice it, and name it.
+
+A mutant is one method with one piece of its source replaced. If the piece is not there
+any more the test fails too, so no mutant can be lost when the code changes.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import test_pages
+import test_radix
+
+from minivllm import hashing, prefix_cache, radix
+from minivllm.prefix_cache import HashIndex, PrefixCache
+from minivllm.radix import RadixCache
+
+
+def compare_with_the_twin():
+    for eviction in ("lru", "lfu", "fifo"):
+        test_radix.long_history(1, eviction, num_steps=2_000)
+
+
+def one_early_token_changes_every_later_name():
+    one, other = [1] * 64, [2] + [1] * 63
+    names = [hashing.page_hashes(tokens, 16) for tokens in (one, other)]
+    assert not set(names[0]) & set(names[1]), "a name does not cover its past"
+
+
+def both_duplicates():
+    for index in ("radix", "hash"):
+        test_pages.test_a_duplicate_is_freed_and_its_owner_remapped(index)
+
+
+def both_pins():
+    for index in ("radix", "hash"):
+        test_pages.test_a_match_pins_before_anything_can_evict(index)
+
+
+# name: (owner, method, what the source says, what the mutant says, who must notice)
+MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
+    "hash without its parent": (
+        hashing,
+        "page_name",
+        "blake2b(past + page)",
+        "blake2b(page)",
+        one_early_token_changes_every_later_name,
+    ),
+    "split that forgets the lock": (
+        RadixCache,
+        "_split",
+        "int(node.locks > 0)",
+        "0",
+        test_radix.test_lock_survives_a_split_below_and_above,
+    ),
+    "split that refreshes the unmatched half": (
+        RadixCache,
+        "_split",
+        "node.parent = upper",
+        "node.parent, node.last_access = upper, self._clock + 1",
+        test_radix.test_split_refreshes_only_the_matched_half,
+    ),
+    "lock that holds the whole node": (
+        RadixCache,
+        "lock",
+        "self._node_at(self._end_of(match))",
+        "self._end_of(match)[0]",
+        test_radix.test_lock_protects_exactly_the_match,
+    ),
+    "eviction of a pinned leaf": (
+        RadixCache,
+        "_pin",
+        "node.locks += 1",
+        "node.locks += node.children != {}",
+        test_radix.test_lock_survives_a_split_below_and_above,
+    ),
+    "eviction of a pinned page": (
+        PrefixCache,
+        "acquire",
+        "self.index.lock(match)",
+        "radix.Handle(None)",
+        both_pins,
+    ),
+    "pages promised to a request are counted as evictable for it": (
+        PrefixCache,
+        "acquire",
+        "self.index.evictable_len(match)",
+        "0",
+        test_pages.test_a_match_is_no_room_for_its_own_request,
+    ),
+    "duplicate freed and not remapped": (
+        PrefixCache,
+        "publish",
+        "lease.pages[start : lease.num_shared] = published",
+        "",
+        both_duplicates,
+    ),
+    "duplicate remapped and not freed": (
+        PrefixCache,
+        "publish",
+        "if a != b",
+        "if a == -1",
+        both_duplicates,
+    ),
+    "a page published after one that was refused": (
+        PrefixCache,
+        "publish",
+        "lease.num_shared < start",
+        "False",
+        test_pages.test_no_page_is_published_without_its_past,
+    ),
+    "partial page published": (
+        PrefixCache,
+        "publish",
+        "num_committed // self.page_size",
+        "self.pages_for(num_committed)",
+        lambda: test_pages.test_aborted_at_token_20_leaves_16("radix"),
+    ),
+    "LRU off by one": (
+        RadixCache,
+        "lock",
+        "node.last_access = self._clock",
+        "node.last_access = self._clock - 1",
+        test_radix.test_leaves_go_in_the_order_of_their_last_use,
+    ),
+    "a use forgotten when its leaf goes": (
+        RadixCache,
+        "_trim",
+        "parent.last_access = max(parent.last_access, leaf.last_access)",
+        "",
+        compare_with_the_twin,
+    ),
+    "extend that counts as a hit": (
+        RadixCache,
+        "extend",
+        "if end is not node:",
+        "end.num_hits += 1\n    if end is not node:",
+        compare_with_the_twin,
+    ),
+    "a leaf that grows under another's lock": (
+        RadixCache,
+        "_add",
+        "parent.locks == num_own_locks",
+        "True",
+        compare_with_the_twin,
+    ),
+    "match that rounds up": (
+        RadixCache,
+        "_agreement",
+        "return low * self._step",
+        "return min(low + 1, len(edge) // self._step) * self._step",
+        compare_with_the_twin,
+    ),
+    "tokens of a hash hit not compared": (
+        HashIndex,
+        "_walk",
+        "found.key.startswith(page, offset)",
+        "found.key",
+        test_radix.test_a_stolen_name_gives_no_page,
+    ),
+    "parent of a hash hit not compared": (
+        HashIndex,
+        "_walk",
+        "found.parent is node and",
+        "",
+        test_radix.test_a_name_under_another_parent_gives_no_page,
+    ),
+    "evicted page left in the table": (
+        HashIndex,
+        "_trim",
+        "del self._table[name]",
+        "pass",
+        compare_with_the_twin,
+    ),
+    "names that stay with the lower half": (
+        HashIndex,
+        "_split",
+        "self._table.update(dict.fromkeys(names[:cut], upper))",
+        "",
+        compare_with_the_twin,
+    ),
+    "double free": (
+        test_pages.PagePool,
+        "free",
+        "if not going <= self._out:",
+        "if False:",
+        lambda: test_pages.test_a_bad_free_frees_nothing([0, 3]),
+    ),
+}
+
+
+def mutated(owner: object, name: str, old: str, new: str) -> Callable[..., object]:
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(old) == 1, f"{name} says {old!r} {source.count(old)} times"
+    source = source.replace(old, new).replace("super()", "super(type(self), self)")
+    module = inspect.getmodule(getattr(owner, name))
+    scope = {**vars(module), "radix": radix}
+    exec(f"from __future__ import annotations\n{source}", scope)
+    return scope[name]
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_the_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, old, new, notice = MUTANTS[fault]
+    if notice is not compare_with_the_twin:
+        notice()  # it has nothing to say about the code as it is
+    mutant = mutated(owner, name, old, new)
+    monkeypatch.setattr(owner, name, mutant)
+    if owner is hashing:
+        monkeypatch.setattr(prefix_cache, name, mutant)
+    with pytest.raises((AssertionError, KeyError, ValueError, pytest.fail.Exception)):
+        notice()
