@@ -2,13 +2,15 @@
 
     python figures/record_steps.py        writes figures/measured/steps.json
 
-Needs the default model and a machine that does nothing else for some minutes.
+Needs the default model. One thread, and its CPU time: seconds in which the machine did
+something else do not count. Better still, let it do nothing else for some minutes.
 """
 
 import json
 import os
 import platform
 import subprocess
+import time
 from dataclasses import astuple
 from pathlib import Path
 from statistics import mean
@@ -37,6 +39,11 @@ PUBLISHERS: dict[str, Publisher] = {
 }
 
 
+def timed(model: Decoder, clock: VirtualClock) -> TimedRunner:
+    """The model, timed by the CPU time of its one thread."""
+    return TimedRunner(ModelRunner(model, PAGES, PAGE), clock, time.process_time)
+
+
 def decodes(num_requests: int) -> list[Chunk]:
     """Requests of `CONTEXT` tokens that want their next one, in pages of their own."""
     size = CONTEXT // PAGE
@@ -59,7 +66,7 @@ def record_steps(model: Decoder) -> list[list[list[float]]]:
     shapes += [prefill(128) + decodes(b) for b in (2, 8)]
     rounds = []
     for _ in range(1 + REPEATS):
-        runner = TimedRunner(ModelRunner(model, PAGES, PAGE), VirtualClock())
+        runner = timed(model, VirtualClock())
         for chunks in shapes:
             runner.run(chunks)
         rounds.append([[*astuple(work), seconds] for work, seconds in runner.steps])
@@ -69,7 +76,7 @@ def record_steps(model: Decoder) -> list[list[list[float]]]:
 def followers_ttft_s(model: Decoder, num_requests: int, publisher: Publisher) -> float:
     """Mean TTFT of a leader and of those who come right after its first token."""
     clock = VirtualClock()
-    runner = TimedRunner(ModelRunner(model, PAGES, PAGE), clock)
+    runner = timed(model, clock)
     scheduler = Scheduler(PrefixCache(PAGES, PAGE), max_batch_tokens=BUDGET)
     limits = Limits(model.config.vocab_size, 8_192)
     engine = Engine(runner, scheduler, limits, clock=clock, publisher=publisher)
@@ -86,6 +93,7 @@ def followers_ttft_s(model: Decoder, num_requests: int, publisher: Publisher) ->
 
 def main() -> None:
     """Measure and write the record."""
+    torch.set_num_threads(1)
     model = load_model(open_checkpoint("smollm2"), torch.device("cpu"), torch.float32)
     record = {
         "schema_version": 1,
@@ -93,6 +101,7 @@ def main() -> None:
         "commit": git("rev-parse", "--short", "HEAD"),
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
+        "timer": "CPU time of the process",
         "model": "smollm2, float32",
         "step": "prefill chunks, prefill tokens, decoding requests, seconds",
         "rounds": record_steps(model),

@@ -1,11 +1,11 @@
-# Exported from chapters/08_simulation.py (6c6dc7be): edit the chapter.
+# Exported from chapters/08_simulation.py (ebaed5f4): edit the chapter.
 """A clock to pass in, and in place of the model: its cost, and a memory of pasts."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -213,23 +213,29 @@ def _dated_back(output: RequestOutput, arrival_s: float) -> RequestOutput:
 class TimedRunner:
     """Lets the real time of another runner's steps pass on a virtual clock."""
 
-    def __init__(self, runner: Runner, clock: VirtualClock) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        clock: VirtualClock,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.runner = runner
         self.clock = clock
+        self.timer = timer
         self.steps: list[tuple[Work, float]] = []
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        """Run the batch, and keep what it was and how long it took."""
-        start_s = time.perf_counter()
+        """Run the batch; keep what it was and how many seconds it took."""
+        start_s = self.timer()
         tokens = self.runner.run(chunks)
-        seconds = time.perf_counter() - start_s
+        seconds = self.timer() - start_s
         self.steps.append((work_of(chunks), seconds))
         self.clock.advance(seconds)
         return tokens
 
 
 class ReplayedTimes:
-    """The cost model that has seen it: each step takes as long as it took then."""
+    """The cost model that was there: each step takes as long as the recorded one."""
 
     def __init__(self, steps: Iterable[tuple[Work, float]]) -> None:
         self._steps = iter(steps)
