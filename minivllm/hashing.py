@@ -1,4 +1,4 @@
-# Exported from chapters/02_hashing.py (a8be9d4c): edit the chapter.
+# Exported from chapters/02_hashing.py (38b183f9): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
@@ -18,16 +18,21 @@ def token_bytes(token_ids: TokenIds) -> bytes:
     return ids.tobytes()
 
 
-def root_hash(extra_key: ExtraKey = None) -> bytes:
-    """The name of the empty past under `extra_key` (cache salt, adapter, image)."""
-    check_extra_key(extra_key)
-    salt = b"" if extra_key is None else repr(extra_key).encode()
-    return blake2b(salt).digest()[:DIGEST_BYTES]
+_EMPTY = blake2b(digest_size=DIGEST_BYTES)  # copied for each name, never updated
 
 
 def page_name(past: bytes, page: bytes) -> bytes:
     """The name of a page, from the name of its past and the bytes of its tokens."""
-    return blake2b(past + page).digest()[:DIGEST_BYTES]
+    name = _EMPTY.copy()
+    name.update(past + page)
+    return name.digest()
+
+
+def root_hash(extra_key: ExtraKey = None) -> bytes:
+    """The name of the empty past under `extra_key` (cache salt, adapter, image)."""
+    check_extra_key(extra_key)
+    salt = b"" if extra_key is None else ascii(extra_key).encode()
+    return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
 
 def page_hashes(
@@ -55,7 +60,10 @@ def extend_hashes(
 
 def names_after(past: bytes, data: bytes, num_bytes: int) -> list[bytes]:
     """Names of the whole pages in `data`, of `num_bytes` each, that follow `past`."""
-    return [
-        past := page_name(past, data[start : start + num_bytes])
-        for start in range(0, len(data) - num_bytes + 1, num_bytes)
-    ]
+    names = []
+    for start in range(0, len(data) - num_bytes + 1, num_bytes):
+        name = _EMPTY.copy()  # as `page_name` does, without a call for each page
+        name.update(past + data[start : start + num_bytes])
+        past = name.digest()
+        names.append(past)
+    return names
