@@ -1,4 +1,4 @@
-# Exported from chapters/08_simulation.py (ebaed5f4): edit the chapter.
+# Exported from chapters/08_simulation.py (bc8cec6b): edit the chapter.
 """A clock to pass in, and in place of the model: its cost, and a memory of pasts."""
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ def simulate(
 ) -> Iterator[tuple[Arrival, RequestOutput]]:
     """Submit requests at their times and step; yield each with its final output.
 
-    Raises `ValueError` if the engine refuses a request, and `RuntimeError` if requests
-    are left, nothing can run and nobody will come.
+    The engine's runner must let its time pass on `clock`. Raises `ValueError` if the
+    engine refuses a request, and `RuntimeError` if requests are left, nothing can run
+    and nobody will come.
     """
     came: dict[str, Arrival] = {}
     ran = False
@@ -189,8 +190,7 @@ def simulate(
         if not ran:
             _jump(clock, arrivals)
         for a in arrivals.take(clock.now()):
-            name = engine.submit(a.token_ids, a.params, a.extra_key, a.priority)
-            came[name] = a
+            came[engine.submit(a.token_ids, a.params, a.extra_key, a.priority)] = a
         before_s, outputs = clock.now(), engine.step()
         ran = bool(outputs) or clock.now() > before_s
         for output in outputs:
@@ -265,12 +265,10 @@ def least_squares(
     for i, scale in enumerate([line[j] for j, line in enumerate(table)]):
         if not table[i][i] > 1e-9 * scale:
             raise ValueError(f"the measurements say nothing about unknown {i}")
-        table[i] = [x / table[i][i] for x in table[i]]
+        pivot = table[i] = [x / table[i][i] for x in table[i]]
         for j, line in enumerate(table):
             if j != i:
-                table[j] = [
-                    x - line[i] * y for x, y in zip(line, table[i], strict=True)
-                ]
+                table[j] = [x - line[i] * y for x, y in zip(line, pivot, strict=True)]
     return [line[-1] for line in table]
 
 

@@ -1,12 +1,12 @@
 """The clock, the cost model, the simulated runner, the driver; real = simulated."""
 
+import itertools
 import math
 import os
 import random
 import subprocess
 import sys
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,7 +31,9 @@ from minivllm.simulation import (
     Work,
     fit_serial_prefill,
     least_squares,
+    next_state,
     simulate,
+    token_after,
     work_of,
 )
 
@@ -104,7 +106,7 @@ def test_tokens_are_those_of_the_naive_twin():
     expected = cold_continuation(prompt, 1, VOCAB)
     mine, theirs = [9, 2, 14, 0, 7, 5], [1, 3, 4, 6, 8, 10]
     cuts = [0, 1, 7, 8, 16, 22]
-    for start, end in pairwise(cuts):
+    for start, end in itertools.pairwise(cuts):
         tokens = runner.run(
             [
                 Chunk("a", prompt[start:end], start, mine, 0, end == 22),
@@ -115,6 +117,33 @@ def test_tokens_are_those_of_the_naive_twin():
     last = Chunk("c", prompt[21:], 21, mine, 6, samples=True)  # a full hit, all shared
     states = runner.states[:]
     assert runner.run([last]) == expected and runner.states == states
+
+
+def test_published_pages_are_never_written():
+    """Not even by a chunk that would write something else there."""
+    runner = SimulatedRunner(COST, VirtualClock(), VOCAB, 32, PAGE)
+    prompt = encode_ids(range(8))
+    runner.run([Chunk("a", prompt, 0, [0, 1], 0, True)])
+    states = runner.states[:]
+    other = encode_ids([99, 98, 97])
+    runner.run([Chunk("b", other, 5, [0, 1], 2, True)])
+    assert runner.states == states
+
+
+def test_other_pasts_have_other_states():
+    """Order, length and every token count: 1,092 sequences of up to six of 0, 1, 2."""
+    states = {}
+    for size in range(1, 7):
+        for ids in itertools.product(range(3), repeat=size):
+            state = 0
+            for token in ids:
+                state = next_state(state, token)
+            states[ids] = state
+    assert (
+        len(set(states.values())) == len(states) == 1_092 and 0 not in states.values()
+    )
+    tokens = {token_after(state, VOCAB) for state in states.values()}
+    assert tokens == set(range(VOCAB))
 
 
 def test_a_wrong_page_gives_another_token():
