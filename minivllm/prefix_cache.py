@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (b2340962): edit the chapter.
+# Exported from chapters/04_pages.py (3e32da1e): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -306,7 +306,9 @@ class PrefixCache:
         assert len(set(private)) == len(private), "a private page with two owners"
         assert not published & set(private), "a page both private and published"
         assert not free & (published | set(private)), "a page that is free and in use"
-        assert free | published | set(private) == set(range(self.pool.num_pages))
+        assert free | published | set(private) == set(range(self.pool.num_pages)), (
+            "a page that nobody holds"
+        )
         assert pinned <= published, "a lease points to a page that is not published"
         assert len(free) == stats["pages_free"]
         assert len(private) == stats["pages_private"]

@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (c195519f): edit the chapter.
+# Exported from chapters/03_radix.py (4c272e6f): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -228,22 +228,26 @@ class RadixCache:
             root = self._roots[extra_key] = Root(b"", array("i"), extra_key=extra_key)
         return root
 
-    def _add(
-        self, parent: Node, key: bytes, first_slots: array[int], num_own_locks: int
-    ) -> Node:
-        """Hang pages on a node as a new leaf, or let a leaf grow; returns the end."""
-        now = self._clock
-        leaf = Node(key, first_slots, parent, last_access=now, created=now)
-        self._num_changes += 1
-        self.total_size += len(key) // 4
-        alone = not parent.children and parent.locks == num_own_locks and parent.key
-        if alone and self._priority(parent) == self._priority(leaf):
-            parent.key += key
-            parent.first_slots += first_slots
-            self.protected_size += len(key) // 4 * num_own_locks
-            return parent
-        parent.children[key[: self._step]] = leaf
-        return leaf
+    def _settle(self, node: Node) -> None:
+        """A node is new, or lost a child or a lock: is it free to go, or empty, now?"""
+        if isinstance(node, Root) and not node.children and not node.locks:
+            self._num_changes += 1
+            self._roots.pop(node.extra_key, None)
+        self._leaves.push(node)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents first."""
+        stack: list[Node] = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            if node.parent is not None:
+                yield node
+
+    def pages(self) -> list[int]:
+        """The pages of all cached tokens, for slots given out in whole pages."""
+        firsts = chain.from_iterable(node.first_slots for node in self.nodes())
+        return [slot // self.page_size for slot in firsts]
 
     def _split(self, node: Node, num_bytes: int) -> Node:
         """Cut a node after `num_bytes`; return the new upper half.
@@ -264,6 +268,23 @@ class RadixCache:
         node.parent = upper
         upper.children[node.key[: self._step]] = node
         return upper
+
+    def _add(
+        self, parent: Node, key: bytes, first_slots: array[int], num_own_locks: int
+    ) -> Node:
+        """Hang pages on a node as a new leaf, or let a leaf grow; returns the end."""
+        now = self._clock
+        leaf = Node(key, first_slots, parent, last_access=now, created=now)
+        self._num_changes += 1
+        self.total_size += len(key) // 4
+        alone = not parent.children and parent.locks == num_own_locks and parent.key
+        if alone and self._priority(parent) == self._priority(leaf):
+            parent.key += key
+            parent.first_slots += first_slots
+            self.protected_size += len(key) // 4 * num_own_locks
+            return parent
+        parent.children[key[: self._step]] = leaf
+        return leaf
 
     def evict(self, num_tokens: int) -> list[int]:
         """Forget at least `num_tokens` tokens (an int), in whole pages; their slots.
@@ -298,13 +319,6 @@ class RadixCache:
         parent.last_access = max(parent.last_access, leaf.last_access)
         parent.num_hits += leaf.num_hits
         self._settle(parent)
-
-    def _settle(self, node: Node) -> None:
-        """A node is new, or lost a child or a lock: is it free to go, or empty, now?"""
-        if isinstance(node, Root) and not node.children and not node.locks:
-            self._num_changes += 1
-            self._roots.pop(node.extra_key, None)
-        self._leaves.push(node)
 
     def lock(self, match: Match) -> Handle:
         """Protect exactly the matched tokens from eviction, and refresh their path.
@@ -388,20 +402,6 @@ class RadixCache:
             node = node.parent
             num_bytes = len(node.key) if node else 0
         return num_tokens
-
-    def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots, parents first."""
-        stack: list[Node] = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            stack += node.children.values()
-            if node.parent is not None:
-                yield node
-
-    def pages(self) -> list[int]:
-        """The pages of all cached tokens, for slots given out in whole pages."""
-        firsts = chain.from_iterable(node.first_slots for node in self.nodes())
-        return [slot // self.page_size for slot in firsts]
 
     def check(self) -> None:
         """Assert every invariant of the tree. For tests: walks all of it."""

@@ -43,8 +43,8 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
     "hash without its parent": (
         hashing,
         "page_name",
-        "blake2b(past + page)",
-        "blake2b(page)",
+        "name.update(past + page)",
+        "name.update(page)",
         one_early_token_changes_every_later_name,
     ),
     "split that forgets the lock": (

@@ -1,15 +1,19 @@
 """The pool and the prefix cache: every page has one state, whatever happens."""
 
+import random
+from contextlib import contextmanager
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minivllm.hashing import page_hashes
 from minivllm.pages import OutOfPages, PagePool
-from minivllm.prefix_cache import PrefixCache
+from minivllm.prefix_cache import HashIndex, PrefixCache
 
 INDEXES = ["radix", "hash", "none"]
+both_indexes = pytest.mark.parametrize("index", ["radix", "hash"])
 
 
 def test_allocation_is_all_or_nothing():
@@ -35,7 +39,7 @@ def computed(cache, tokens, extra=None):
     return cache.acquire(cache.find(tokens, extra), len(tokens))
 
 
-@pytest.mark.parametrize("index", ["radix", "hash"])
+@both_indexes
 def test_a_duplicate_is_freed_and_its_owner_remapped(index):
     cache = PrefixCache(8, 4, index)
     tokens = list(range(10))
@@ -52,7 +56,7 @@ def test_a_duplicate_is_freed_and_its_owner_remapped(index):
     cache.check()
 
 
-@pytest.mark.parametrize("index", ["radix", "hash"])
+@both_indexes
 def test_aborted_at_token_20_leaves_16(index):
     """S09: a page counts when it is full and committed."""
     cache = PrefixCache(8, 16, index)
@@ -61,7 +65,7 @@ def test_aborted_at_token_20_leaves_16(index):
     assert cache.find(list(range(40))).matched_len == 16
 
 
-@pytest.mark.parametrize("index", ["radix", "hash"])
+@both_indexes
 def test_a_match_pins_before_anything_can_evict(index):
     """a8, b13: two idle pages are matched; a tight pool must not give them away."""
     cache = PrefixCache(3, 4, index)
@@ -76,7 +80,7 @@ def test_a_match_pins_before_anything_can_evict(index):
     cache.check()
 
 
-@pytest.mark.parametrize("index", ["radix", "hash"])
+@both_indexes
 def test_reset_refuses_while_a_lease_is_held(index):
     """a11: no silent success; a later reset forgets everything."""
     cache = PrefixCache(4, 4, index)
@@ -86,6 +90,281 @@ def test_reset_refuses_while_a_lease_is_held(index):
     assert cache.reset() is True
     assert cache.stats()["pages_free"] == 4
     assert cache.find(list(range(8))).matched_len == 0
+
+
+@both_indexes
+def test_what_was_not_computed_is_not_found(index):
+    """a7: acquired, then aborted before any forward, or after one that failed."""
+    cache = PrefixCache(8, 4, index)
+    lease = computed(cache, list(range(8)))
+    cache.publish(lease, list(range(8)), 0)
+    cache.release(lease, list(range(8)), 0)
+    assert cache.find(list(range(8))).matched_len == 0
+    assert cache.stats()["pages_free"] == 8
+
+
+@both_indexes
+def test_pages_become_visible_while_their_owner_decodes(index):
+    """R06: each page as soon as it is full and committed, and no token sooner."""
+    cache = PrefixCache(8, 4, index)
+    tokens = list(range(24))
+    lease = cache.acquire(cache.find(tokens), 6)
+    for committed in range(6, 25):
+        cache.grow(lease, committed)
+        cache.publish(lease, tokens[:committed], committed)
+        assert cache.find(tokens).matched_len == committed // 4 * 4
+        assert lease in cache.leases
+        cache.check()
+
+
+@both_indexes
+def test_hits_end_where_the_pages_end(index):
+    """a12, c10: tails go first; a page that is used again never answers as before."""
+    cache = PrefixCache(3, 4, index)
+    old = list(range(12))
+    cache.release(computed(cache, old), old, 12)
+    for left in (8, 4, 0):
+        new = [100 + left] * 4
+        cache.release(computed(cache, new), new, 4)
+        assert cache.find(new).matched_len == 4
+        assert cache.find(old).matched_len == left
+
+
+# ---- Names that collide --------------------------------------------------------------
+def first_byte(past, page):
+    """The worst name there is: it forgets the past and most of the page."""
+    return page[:1]
+
+
+@contextmanager
+def weak_names():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minivllm.hashing.page_name", first_byte)
+        patch.setattr("minivllm.prefix_cache.page_name", first_byte)
+        yield
+
+
+pages = st.lists(st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1)]), max_size=5)
+
+
+@given(prompts=st.lists(pages, max_size=8))
+def test_a_collision_loses_pages_and_finds_no_wrong_ones(prompts):
+    """A name is trusted only after its tokens and its parent."""
+    with weak_names():
+        look_up_all(HashIndex(2), prompts)
+
+
+def look_up_all(index, prompts):
+    told = {}
+    for number, prompt in enumerate(prompts):
+        tokens = [token for page in prompt for token in page]
+        slots = range(100 * number, 100 * number + len(tokens))
+        index.insert(tokens, slots)
+        told |= {slot: tuple(tokens[: i + 2]) for i, slot in enumerate(slots)}
+        for prompt in prompts:
+            wanted = [token for page in prompt for token in page]
+            for i, slot in enumerate(index.match_prefix(wanted).kv_indices.first_slots):
+                assert told[slot] == tuple(wanted[: 2 * i + 2])
+    index.check()
+
+
+def test_no_page_without_its_past_when_names_collide():
+    """A page is refused because its name is taken: those after it stay private."""
+    cache, tokens = PrefixCache(12, 2, "hash"), [0, 0, 1, 1, 2, 2]
+    with weak_names():
+        cache.release(computed(cache, [0, 0, 1, 0]), [0, 0, 1, 0], 4)
+        lease = computed(cache, tokens)
+        for committed in (4, 6):
+            cache.publish(lease, tokens, committed)
+            assert lease.num_shared == 1
+            cache.check()
+        assert cache.find([0, 0, 2, 2]).matched_len == 2, "nobody computed 0 0 2 2"
+        cache.release(lease, tokens, 6)
+    assert cache.stats()["pages_free"] == 10
+
+
+# ---- What the pages hold -------------------------------------------------------------
+class Run:
+    """Random requests over a memory in which a slot holds its token's whole past.
+
+    That is what keys and values depend on. After each move every request must read,
+    through its page table, its own tokens.
+    """
+
+    def __init__(self, cache, seed):
+        self.cache, self.rng = cache, random.Random(seed)
+        self.size = cache.page_size
+        self.memory = {}
+        self.live = []  # [tokens, committed, lease]
+
+    def start(self):
+        length = self.rng.randrange(1, 4 * self.size + 2)
+        tokens = [self.rng.randrange(2) for _ in range(length)]
+        match = self.cache.find(tokens)
+        try:
+            lease = self.cache.acquire(
+                match, self.rng.randint(match.matched_len, length)
+            )
+        except OutOfPages:
+            return
+        self.live.append([tokens, match.matched_len, lease])
+
+    def forward(self):
+        request = self.rng.choice(self.live)
+        tokens, committed, lease = request
+        target = self.rng.randint(committed, len(tokens))
+        try:
+            self.cache.grow(lease, target)
+        except OutOfPages:
+            return
+        if self.rng.random() < 0.2:
+            return  # the forward pass failed
+        for i in range(committed, target):
+            self.memory[self.slot(lease, i)] = tuple(tokens[: i + 1])
+        request[1] = target
+
+    def slot(self, lease, position):
+        return lease.pages[position // self.size] * self.size + position % self.size
+
+    def publish(self):
+        tokens, committed, lease = self.rng.choice(self.live)
+        self.cache.publish(lease, tokens, committed)
+
+    def end(self):
+        tokens, committed, lease = self.live.pop(self.rng.randrange(len(self.live)))
+        self.cache.release(lease, tokens, committed)
+
+    def check(self):
+        self.cache.check()
+        for tokens, committed, lease in self.live:
+            for i in range(committed):
+                held = self.memory.get(self.slot(lease, i))
+                assert held == tuple(tokens[: i + 1]), (
+                    "a request reads another's tokens"
+                )
+
+    def go(self, num_moves):
+        for _ in range(num_moves):
+            moves = [self.start, self.forward, self.forward, self.publish, self.end]
+            (self.rng.choice(moves) if self.live else self.start)()
+            self.check()
+        while self.live:
+            self.end()
+            self.check()
+        stats = self.cache.stats()
+        held = stats["pages_private"] + stats["pages_pinned"]
+        assert held == 0, "pages are held when all have ended"
+        return stats
+
+
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_reads_its_own_tokens(index, seed):
+    stats = Run(PrefixCache(10, 1 + seed % 4, index), seed).go(300)
+    assert index == "none" or stats["evicted_tokens"] > 0, "the pool was tight"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_reads_its_own_tokens_when_names_collide(seed):
+    with weak_names():
+        Run(PrefixCache(10, 1 + seed % 4, "hash"), seed).go(300)
+
+
+# ---- Faults made on purpose: each must be found --------------------------------------
+class NotRemapped(PrefixCache):
+    def publish(self, lease, token_ids, num_committed):
+        before = list(lease.pages)
+        super().publish(lease, token_ids, num_committed)
+        lease.pages = before
+
+
+class NotCommitted(PrefixCache):
+    def publish(self, lease, token_ids, num_committed):
+        room = min(len(token_ids), len(lease.pages) * self.page_size)
+        super().publish(lease, token_ids, room)
+
+
+class NotFull(PrefixCache):
+    """Offers the page that has begun, filled up with what may follow."""
+
+    def publish(self, lease, token_ids, num_committed):
+        end = min(self.pages_for(num_committed), len(lease.pages)) * self.page_size
+        super().publish(lease, [*token_ids, *[0] * self.page_size], end)
+
+
+class PinsLate(PrefixCache):
+    def acquire(self, match, num_tokens):
+        missing = self.pages_for(num_tokens) - len(match.kv_indices.pages)
+        self._evict(max(0, missing - self.pool.num_free))
+        return super().acquire(match, num_tokens)
+
+
+class KeepsPart(PrefixCache):
+    """A failed acquire leaves its lease behind."""
+
+    def acquire(self, match, num_tokens):
+        lease = super().acquire(match, match.matched_len)
+        self.grow(lease, num_tokens)
+        return lease
+
+
+class DoesNotUnpin(PrefixCache):
+    def release(self, lease, token_ids, num_committed):
+        self.index.unlock = lambda handle: None
+        super().release(lease, token_ids, num_committed)
+
+
+class FreesPublished(PrefixCache):
+    def release(self, lease, token_ids, num_committed):
+        pages = list(lease.pages)
+        super().release(lease, token_ids, num_committed)
+        self.pool.free(pages[:1] if self.pool.is_out(pages[0]) else [])
+
+
+FAULTS = {
+    NotRemapped: "a lease points to a page that is not published",
+    NotCommitted: "a request reads another's tokens",
+    NotFull: "a request reads another's tokens",
+    PinsLate: "evicted or moved",
+    KeepsPart: "pages are held when all have ended",
+    DoesNotUnpin: "a pin without a user",
+    FreesPublished: "a page that is free and in use",
+}
+
+
+@both_indexes
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, index):
+    with pytest.raises((AssertionError, LookupError), match=FAULTS[fault]):
+        for seed in range(30):
+            Run(fault(6, 3, index), seed).go(200)
+
+
+def evict_under_a_lease(cache, lease, _):
+    cache.index.unlock(lease.handle)
+    cache.pool.free([slot // 4 for slot in cache.index.evict_pages(3)])
+
+
+SPOILED = {
+    "a page that is free and in use": lambda c, a, b: c.pool.free(a.pages[-1:]),
+    "a page that nobody holds": lambda c, a, b: c.leases.remove(a),
+    "a private page with two owners": lambda c, a, b: a.pages.append(b.pages[-1]),
+    "a page both private and published": lambda c, a, b: a.pages.append(a.pages[0]),
+    "a lease points to a page that is not published": evict_under_a_lease,
+    "a pin without a user": lambda c, a, b: c.index.lock(c.find([9] * 4)),
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_check_names_what_broke(message):
+    cache = PrefixCache(8, 4)
+    cache.release(computed(cache, [9] * 4), [9] * 4, 4)
+    a, b = computed(cache, list(range(10))), computed(cache, list(range(20, 30)))
+    cache.publish(a, list(range(10)), 8)
+    cache.check()
+    SPOILED[message](cache, a, b)
+    with pytest.raises(AssertionError, match=message):
+        cache.check()
 
 
 class Leases(RuleBasedStateMachine):
@@ -159,7 +438,7 @@ Leases.TestCase.settings = settings(
 TestLeases = Leases.TestCase
 
 
-@pytest.mark.parametrize("index", ["radix", "hash"])
+@both_indexes
 def test_an_acquire_that_fails_changes_nothing(index):
     """No page moves, no lock is left, and the prefix has not been used."""
     cache = PrefixCache(4, 4, index)
