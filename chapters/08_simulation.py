@@ -698,7 +698,8 @@ draw_rows(
 #
 # What we replayed, we had measured. To *predict* a run we need a price for steps that nobody
 # has timed: the four numbers of `SerialPrefill`. One of them can be read off two measurements.
-# A script has run single steps of SmolLM2, three rounds of them, and written down the times.
+# A script (`figures/record_steps.py`) has run single steps of SmolLM2, three rounds of them. It
+# counted the CPU time of its one thread, because the machine had other work to do meanwhile.
 
 # %% name="read"
 import json
