@@ -59,6 +59,7 @@ def run(engine, max_steps=10_000):
 
 def check(engine):
     scheduler = engine.scheduler
+    assert not engine.runner.faults
     scheduler.cache.check()
     assert all(state.lease is None for state in scheduler.waiting), "waiting with pages"
     assert all(state.lease is not None for state in scheduler.running)
