@@ -1,12 +1,16 @@
 """Scheduler and engine on a runner that notices every wrong page."""
 
 import itertools
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 from checking_runner import CheckingRunner, cold_continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import minivllm
 from minivllm.engine import Engine, Limits, NoText, PublishAtFinish, PublishEachStep
 from minivllm.events import EventLog
 from minivllm.prefix_cache import PrefixCache
@@ -14,6 +18,7 @@ from minivllm.request import SamplingParams, encode_ids
 from minivllm.scheduler import Scheduler
 
 VOCAB = 50
+PACKAGE = str(Path(minivllm.__file__).parent)
 PUBLISHERS = {"finish": PublishAtFinish, "step": PublishEachStep}
 
 
@@ -432,3 +437,70 @@ def test_max_tokens_none_reaches_as_far_as_the_pool():
     engine = make_engine(num_pages=4)
     output = ask(engine, range(8), max_tokens=None)
     assert len(output.outputs[0].token_ids) == 9 and same_as_cold(output, 9)
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------
+
+
+def interrupted_at(number, action):
+    """Whether `action` came so far in the package's lines as to be interrupted."""
+    left = number
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def under_pressure():
+    """Four requests: one is about to be preempted, one waits; pages are published."""
+    engine = make_engine(num_pages=9, max_running=3, max_batch_tokens=16)
+    for i in range(4):
+        prompt = [1] * 4 + [i] * 6
+        engine.submit(prompt, SamplingParams(max_tokens=6 + i))
+    for _ in range(3):
+        assert all(not output.finished for output in engine.step())
+    return engine
+
+
+ACTIONS = {
+    "submit": lambda engine: engine.submit([1] * 9, SamplingParams(max_tokens=4)),
+    "step": lambda engine: [engine.step() for _ in range(4)],
+    "abort": lambda engine: engine.abort("1"),
+}
+
+
+@pytest.mark.parametrize("then", ["abort", "step"])
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_an_interrupt_at_any_line(action, then):
+    """Whatever Ctrl-C cuts short: what lives ends once, and no page stays held."""
+    for number in itertools.count():
+        engine = under_pressure()
+        if not interrupted_at(number, partial(action, engine)):
+            break
+        live = [*engine._live, *engine._lost]
+        if then == "abort":
+            ended = {name: engine.abort(name) for name in live}
+            assert not engine.has_unfinished() and engine.step() == []
+        else:
+            ended = run(engine)
+        assert ended.keys() == set(live)
+        assert all(output.finished for output in ended.values())
+        run(engine)
+        assert same_as_cold(ask(engine, [1] * 4 + [0] * 6), 4)
+    assert number > 20
