@@ -9,6 +9,7 @@
 # No model is needed to find out. In the toy below every next token is 0, and a forward pass
 # is one tick of the engine's clock, so that time is counted in steps. Scheduler, cache
 # and engine are the real ones. We borrow them from the package now, and build them below.
+# They know two rules of admission; both are in use elsewhere.
 
 # %%
 from minivllm.engine import Engine as ReadyEngine
@@ -69,7 +70,7 @@ for admission in ("optimistic", "reserve"):
     print("  first token after", [o.metrics.ttft_s for o in outputs], "steps")
 
 # %% [markdown]
-# All eight reuse [928](#eight) of 929 tokens, whatever the rule. Under the second rule [five](#eight) run.
+# All eight reuse [928](#eight) of 929 tokens under either rule. Under `reserve` only [five](#eight) run.
 # The other three hit just as well, have one token each to compute, and see their first token
 # after [129](#eight) steps instead of [1](#eight).
 #
@@ -86,7 +87,7 @@ for admission in ("optimistic", "reserve"):
 # one. So an engine has *slots*, and wants them full.
 #
 # *Static batching* fills the slots, runs until everybody is done, and fills them again.
-# *Continuous batching* lets who waits take a slot as soon as one is free, after any step.
+# *Continuous batching* lets a waiting request take a slot as soon as one is free, after any step.
 # One condition is the whole difference:
 
 
@@ -138,8 +139,8 @@ draw_rows(
 
 # %% [markdown]
 # [26](#slots) steps against [17](#slots), for the same 56 tokens. The unit of scheduling is not the
-# request any more. It is the step, and each step is planned afresh. Orca proposed this in 2022,
-# and every engine for language models has done it since.
+# request any more. It is the step, and each step is planned afresh. Orca proposed this in 2022;
+# vLLM and SGLang work that way.
 #
 # ## What a request is while it runs
 #
@@ -249,7 +250,8 @@ class ArrivalOrder:
 # The scheduler keeps two queues, both in the order of service (priority, then arrival), and
 # three limits: how many requests may run, how many tokens a step may compute, and what must
 # fit into memory. It tells an *observer* about every transition (chapter 4). By default that is
-# `ignore`, which does nothing; the pictures of this chapter are drawn from an `EventLog`.
+# `ignore`, which does nothing. The pictures of this chapter are drawn from an `EventLog`, which
+# keeps the last 100,000.
 
 # %% export="scheduler.py"
 ADMISSIONS = ("optimistic", "reserve")
@@ -342,17 +344,13 @@ class Scheduler(Scheduler):
         return batch
 
     def _chunk(self, state: RequestState, num_tokens: int) -> Chunk:
-        assert state.lease is not None
-        start, end = state.num_committed, state.num_committed + num_tokens
-        return Chunk(
-            state.request.request_id,
-            state.tokens[start:end],
-            start,
-            tuple(state.lease.pages),
-            state.lease.num_shared,
-            samples=end == len(state.tokens),
-            params=state.request.params,
-        )
+        lease, start = state.lease, state.num_committed
+        assert lease is not None
+        ids = state.tokens[start : start + num_tokens]
+        pages, shared = tuple(lease.pages), lease.num_shared
+        samples = num_tokens == state.num_pending
+        name, params = state.request.request_id, state.request.params
+        return Chunk(name, ids, start, pages, shared, samples, params)
 
 
 # %% [markdown]
@@ -415,11 +413,11 @@ draw_rows(
 #
 # Those who run are served first, in order, and the rest of the budget goes to whoever comes
 # next. So a short request *behind* a long prompt waits for it: with a budget of 8, four tokens
-# behind eighty start in step 11 (exercise 1). A larger budget or another `Grouping` help.
+# behind eighty start in step 11 (exercise 1). A larger budget would help, or another `Grouping`.
 #
 # ## Reuse is decided at admission
 #
-# Who waits is let in, in order, as long as budget, slots and pages last.
+# Waiting requests are let in one by one, in order, as long as budget, slots and pages last.
 
 
 # %% export="scheduler.py"
@@ -481,11 +479,11 @@ for max_running in (2, 1):
 
 # %% [markdown]
 # With two slots both are admitted in the same step, and neither finds anything. With one slot the
-# second is admitted later, and finds [480](#moment) of 493 tokens. It arrived at the same moment. It was
-# looked up when the scheduler formed its batch, not when it came, and not when the first had
-# ended. (And look at the TTFT: the twin that found nothing had its token after [1](#moment) step, the
-# one that hit after [5](#moment). It had to wait in order to find something. Chapter 10 is about that
-# bargain.)
+# second is admitted later, and finds [480](#moment) of 493 tokens. It arrived at the same moment. But it
+# was looked up when the scheduler formed a batch with it, and by then the pages were there.
+#
+# Look at the TTFT as well. The twin that found nothing had its first token after [1](#moment) step, the one
+# that hit after [5](#moment). It had to wait in order to find something. Chapter 10 is about that bargain.
 #
 # ### What must fit
 #
@@ -498,10 +496,9 @@ for max_running in (2, 1):
 # %% export="scheduler.py"
 class Scheduler(Scheduler):
     def _reservable(self, state: RequestState) -> bool:
-        pages = (
-            self.cache.pages_for(s.footprint_tokens) for s in [*self.running, state]
-        )
-        return sum(pages) <= self.cache.pool.num_pages
+        charged = [*self.running, state]
+        pages = sum(self.cache.pages_for(s.footprint_tokens) for s in charged)
+        return pages <= self.cache.pool.num_pages
 
 
 # %% [markdown]
@@ -527,9 +524,9 @@ print(
 print("TTFT in steps:", [o.metrics.ttft_s for o in run_all(engine)])
 
 # %% [markdown]
-# Request 2 would fit from the first step on. It starts in the [34](#strict)th, when request 0 has made
-# room for request 1. The large one is safe, for those who run end some day; the small one
-# pays, and so does the memory that lies idle. An order of another kind is chapter 12's subject.
+# Request 2 would fit from the first step on. It starts in the [34](#strict)th, together with request 1, when
+# request 0 has ended. The large one is safe, for those who run end some day. The small one
+# pays, and so does the memory that lies idle. Chapter 12 has other orders, and their price.
 #
 # `priority` is a place in the queue, smaller first, and no more than that: a running request
 # is never sent away for a more important one that waits.
@@ -673,8 +670,8 @@ waits = [(a[0] + a[1], b[0] - a[0] - a[1]) for a, b in pairwise(rows["2"])]
 rows["2"] += [(x, width, "free", "waits") for x, width in waits if width > 0.01]
 draw_rows(
     [(f"request {name}", row) for name, row in rows.items()],
-    caption="Request 2 came last. When pages run out it goes, and waits until request 0 has ended. "
-    "Then it finds a part of its own past, computes the rest again (red), and goes on.",
+    caption="Request 2 came last. When pages run out it goes, and waits until the others have ended. "
+    "Then it finds a part of its own past. Red: 48 tokens computed again, and the newest one.",
 )
 
 # %% [markdown]
@@ -715,9 +712,12 @@ for admission in ADMISSIONS:
 # %% [markdown]
 # Optimism pays: [1,973](#rules) steps against [2,691](#rules), although [82](#rules) requests were preempted and
 # [6,101](#rules) tokens computed twice, [15](#rules) % more work. With `reserve` the pages of output tokens
-# that are not written yet lie idle. The last number is of another kind. A head that cannot get in
-# is looked up again in each step, [2,000](#rules) times for 200 requests and [82](#rules) returns. Nothing
-# cheaper would be right: what is cached changes with every step.
+# that are not written yet lie idle.
+#
+# The last number is of another kind. A head of the queue that cannot get in is looked up again in
+# each step: [2,000](#rules) lookups, where 282 admissions would have needed 282. We leave it so. What
+# is cached and what is free changes with every step, and a lookup compares a few hundred tokens,
+# while the step that it belongs to computes them.
 #
 # ## An engine around it
 #
@@ -879,9 +879,7 @@ class Independent:
         """Nobody waited."""
         return []
 
-    def finished(self, request_id: str) -> list[str]:
-        """Nobody waited."""
-        return []
+    finished = prefilled
 
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """Nobody follows."""
@@ -996,7 +994,7 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# Who passes gets an id, which is its place of arrival, and a place in the queue.
+# A request that passes gets an id, which is its number of arrival, and its place in the queue.
 
 
 # %% export="engine.py"
@@ -1121,8 +1119,7 @@ class Engine(Engine):
 
 # %% [markdown]
 # **Publish**, in an order that matters. All that this step completed becomes visible first, and
-# only then those are told who waited for it. Told in between, a follower would be let in
-# before the pages it had waited for could be found.
+# only then those are told who waited for it. Whoever is told can rely on finding it.
 
 
 # %% export="engine.py"
@@ -1200,23 +1197,18 @@ class Engine(Engine):
 # %% tags=["hide-input"] export="engine.py"
 class Engine(Engine):
     def _output(self, progress: Progress) -> RequestOutput:
-        state, metrics = progress.state, progress.metrics
-        finished = progress.finish_reason is not None
-        if finished:
-            metrics = replace(metrics, finished_s=self.clock.now())
+        state, reason = progress.state, progress.finish_reason
         if progress.prompt_ids is None:
             progress.prompt_ids = list(state.request.prompt_token_ids)
-        output_ids = list(state.tokens[len(progress.prompt_ids) :])
-        text = progress.writer.text(finished)
-        completion = CompletionOutput(0, text, output_ids, progress.finish_reason)
-        return RequestOutput(
-            state.request.request_id,
-            progress.prompt_ids.copy(),
-            state.num_cached_tokens or 0,
-            [completion],
-            finished,
-            metrics,
-        )
+        prompt_ids = progress.prompt_ids.copy()
+        output_ids = list(state.tokens[len(prompt_ids) :])
+        text = progress.writer.text(reason is not None)
+        metrics, cached = progress.metrics, state.num_cached_tokens or 0
+        if reason is not None:
+            metrics = replace(metrics, finished_s=self.clock.now())
+        done = [CompletionOutput(0, text, output_ids, reason)]
+        name, finished = state.request.request_id, reason is not None
+        return RequestOutput(name, prompt_ids, cached, done, finished, metrics)
 
 
 # %% [markdown]
@@ -1240,7 +1232,8 @@ print({key: size for key, size in engine.stats().items() if "pages" in key and s
 # pages are taken and the request does not know it, or a node of the tree is half split. No
 # order of the lines makes every such moment whole. So each change carries a mark, and a mark
 # that is still there when the next change begins means: trust nothing. All requests end,
-# and the cache starts over.
+# and the cache starts over. A policy of your own that raises in the middle of a change is
+# treated in the same way.
 
 
 # %% export="engine.py"
@@ -1417,10 +1410,10 @@ draw_rows(
 # in. The requests, the cache and the pool are the same. The shape of the batches and the
 # reuse of prefixes are two sides of one thing.
 #
-# ## Three ways to hit for nothing
+# ## Three reasons why a shared prefix brings nothing
 #
-# We can now say why a good hit rate may leave the TTFT where it was. Each line is a
-# request whose prefix was, is or will be computed by another one.
+# We can now say why a good hit rate may leave the TTFT where it was, and why shared prompts may
+# leave no trace in the hit rate. In each line below a request shares its beginning with another.
 
 
 # %% name="reasons" claims="S05"
@@ -1447,16 +1440,18 @@ for label, output in {
     print(f"{label:37} cached {cached:3}, TTFT {ttft:3} steps")
 
 # %% [markdown]
-# The *moment*: it was scheduled before the pages were there. *Resources*: it hits [928](#reasons) tokens and
-# waits [129](#reasons) steps for memory. *Policy*: the match is cut to whole pages, or what it would have
-# matched is gone. A counter of hits sees two of these as misses and one as a success. None
-# of the three is repaired by a better lookup.
+# The *moment*: it was scheduled before the pages were there. *Resources*: it hits [928](#reasons) tokens, and
+# its first token comes after [129](#reasons) steps all the same. *Policy*: the match is cut to whole pages,
+# or what it would have matched is gone. A counter of hits calls the first and the last a miss
+# and the second a success. A better lookup would change none of them.
 #
 # ## Does company change an answer?
 #
-# It must not: company may change when a token is computed, never which one. With the real
-# model of chapter 6, three prompts one after the other, and then together in so few pages
-# that one of them is preempted:
+# It may change when a token is computed. It must not change which one: each chunk reads its own
+# past and nobody else's. (Sums in another batch are rounded in another order, so logits may
+# differ in their last digits, and two tokens that are equally likely to so many digits could
+# change places.) With the real model of chapter 6, three prompts one after the other, and then
+# together in so few pages that one of them is preempted:
 
 # %% name="answers"
 import torch

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (cfc86b3e): edit the chapter.
+# Exported from chapters/07_engine.py (f6ad9674): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ class Independent:
         """Nobody waited."""
         return []
 
-    def finished(self, request_id: str) -> list[str]:
-        """Nobody waited."""
-        return []
+    finished = prefilled
 
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """Nobody follows."""
@@ -360,23 +358,18 @@ class Engine:
         return self._output(progress)
 
     def _output(self, progress: Progress) -> RequestOutput:
-        state, metrics = progress.state, progress.metrics
-        finished = progress.finish_reason is not None
-        if finished:
-            metrics = replace(metrics, finished_s=self.clock.now())
+        state, reason = progress.state, progress.finish_reason
         if progress.prompt_ids is None:
             progress.prompt_ids = list(state.request.prompt_token_ids)
-        output_ids = list(state.tokens[len(progress.prompt_ids) :])
-        text = progress.writer.text(finished)
-        completion = CompletionOutput(0, text, output_ids, progress.finish_reason)
-        return RequestOutput(
-            state.request.request_id,
-            progress.prompt_ids.copy(),
-            state.num_cached_tokens or 0,
-            [completion],
-            finished,
-            metrics,
-        )
+        prompt_ids = progress.prompt_ids.copy()
+        output_ids = list(state.tokens[len(prompt_ids) :])
+        text = progress.writer.text(reason is not None)
+        metrics, cached = progress.metrics, state.num_cached_tokens or 0
+        if reason is not None:
+            metrics = replace(metrics, finished_s=self.clock.now())
+        done = [CompletionOutput(0, text, output_ids, reason)]
+        name, finished = state.request.request_id, reason is not None
+        return RequestOutput(name, prompt_ids, cached, done, finished, metrics)
 
     @contextmanager
     def _change(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (0e9f4564): edit the chapter.
+# Exported from chapters/07_engine.py (ba2ea897): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of tokens
@@ -151,17 +151,13 @@ class Scheduler:
         return batch
 
     def _chunk(self, state: RequestState, num_tokens: int) -> Chunk:
-        assert state.lease is not None
-        start, end = state.num_committed, state.num_committed + num_tokens
-        return Chunk(
-            state.request.request_id,
-            state.tokens[start:end],
-            start,
-            tuple(state.lease.pages),
-            state.lease.num_shared,
-            samples=end == len(state.tokens),
-            params=state.request.params,
-        )
+        lease, start = state.lease, state.num_committed
+        assert lease is not None
+        ids = state.tokens[start : start + num_tokens]
+        pages, shared = tuple(lease.pages), lease.num_shared
+        samples = num_tokens == state.num_pending
+        name, params = state.request.request_id, state.request.params
+        return Chunk(name, ids, start, pages, shared, samples, params)
 
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
@@ -192,10 +188,9 @@ class Scheduler:
         return num_tokens
 
     def _reservable(self, state: RequestState) -> bool:
-        pages = (
-            self.cache.pages_for(s.footprint_tokens) for s in [*self.running, state]
-        )
-        return sum(pages) <= self.cache.pool.num_pages
+        charged = [*self.running, state]
+        pages = sum(self.cache.pages_for(s.footprint_tokens) for s in charged)
+        return pages <= self.cache.pool.num_pages
 
     def _make_room(self, state: RequestState, num_tokens: int, num_served: int) -> bool:
         """Get pages for a running request; False if it was itself the victim."""

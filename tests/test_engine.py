@@ -540,11 +540,30 @@ def test_one_victim_is_not_another():
         def victim(self, unserved):
             return unserved[0]
 
-    engine = make_engine(num_pages=9, grouping=First())
+    log = EventLog()
+    engine = make_engine(num_pages=9, grouping=First(), log=log)
     names = [engine.submit([i] * 8, SamplingParams(max_tokens=12)) for i in range(3)]
     outputs = run(engine)
-    assert engine.stats()["preemptions"] > 0
     assert all(same_as_cold(outputs[name], 12) for name in names)
+    kinds = [event.kind for event in log.of("preempt", "schedule")]
+    first = kinds.index("preempt")
+    (preempted,) = [e.details["request_id"] for e in log.of("preempt")][:1]
+    chunks = list(log.of("schedule"))[first].details["chunks"]
+    served = [name for name, _, _ in chunks]
+    assert served == [name for name in names if name != preempted]
+
+
+def test_nobody_is_let_in_when_somebody_was_sent_away():
+    """A long prompt loses its pages between two chunks, and is not back at once."""
+    log = EventLog()
+    engine = make_engine(num_pages=5, max_batch_tokens=3, log=log)
+    engine.submit([1] * 5, SamplingParams(max_tokens=5))
+    engine.step()
+    engine.submit([2] * 9, SamplingParams(max_tokens=1))
+    run(engine)
+    kinds = [event.kind for event in log.of("preempt", "schedule", "admit")]
+    assert kinds.count("preempt") == 1
+    assert kinds[kinds.index("preempt") + 1] == "schedule"
 
 
 def test_nothing_is_observed_unless_asked_for():
@@ -603,6 +622,27 @@ def test_all_is_published_before_a_follower_is_told():
     outputs = run(engine)
     assert [o.num_cached_tokens for o in outputs.values()] == [0] + [15] * 7
     assert engine.runner.computed == 23 and not engine.coordinator.keys
+
+
+def test_whoever_is_told_can_find_what_it_waited_for():
+    """All that a step completed is published before the coordinator hears of it."""
+    found = []
+
+    class Looking(Twins):
+        def prefilled(self, request_id):
+            found.append(engine.scheduler.cache.find(range(16)).matched_len)
+            return super().prefilled(request_id)
+
+        def finished(self, request_id):
+            found.append(engine.scheduler.cache.find(range(16)).matched_len)
+            return super().finished(request_id)
+
+    engine = make_engine()
+    engine.coordinator = Looking()
+    engine.submit([9] * 5, SamplingParams(max_tokens=1))
+    engine.submit(range(16), SamplingParams(max_tokens=2))
+    run(engine)
+    assert found == [16] * 4
 
 
 def test_a_failed_leader_is_followed():
