@@ -151,8 +151,8 @@ draw_rows(
 # %% export="scheduler.py"
 """Who runs in the next step, with how many tokens, and in which pages.
 
-Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of tokens
-(Sarathi, 2023), and who must give way computes again later (vLLM, 2023).
+Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
+tokens (Sarathi, 2023), and who must give way computes again later (vLLM, 2023).
 """
 
 from array import array
@@ -1039,6 +1039,9 @@ class Engine(Engine):
         """Whether any request is still to be worked on, or to be reported."""
         return bool(self._live or self._lost)
 
+
+# %% [markdown]
+# Three that do not pass, in a pool of 8 pages and with the toy's vocabulary:
 
 # %% name="door"
 engine = make_engine(8)

@@ -1,8 +1,8 @@
-# Exported from chapters/07_engine.py (ba2ea897): edit the chapter.
+# Exported from chapters/07_engine.py (9876400f): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
-Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of tokens
-(Sarathi, 2023), and who must give way computes again later (vLLM, 2023).
+Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
+tokens (Sarathi, 2023), and who must give way computes again later (vLLM, 2023).
 """
 
 from __future__ import annotations
