@@ -1203,8 +1203,8 @@ class Engine(Engine):
         state, reason = progress.state, progress.finish_reason
         if progress.prompt_ids is None:
             progress.prompt_ids = list(state.request.prompt_token_ids)
-        prompt_ids = progress.prompt_ids.copy()
-        output_ids = list(state.tokens[len(prompt_ids) :])
+        prompt_ids = progress.prompt_ids  # the same list in every output
+        output_ids = list(state.tokens[len(state.request.prompt_token_ids) :])
         text = progress.writer.text(reason is not None)
         metrics, cached = progress.metrics, state.num_cached_tokens or 0
         if reason is not None:

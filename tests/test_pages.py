@@ -477,3 +477,27 @@ def test_no_page_is_published_without_its_past():
     cache.publish(lease, tokens, 12)
     assert lease.num_shared == 1
     assert cache.find([1] * 4 + [3] * 4).matched_len == 4, "page 3 is not page 2"
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_when_nobody_runs_every_page_is_free_or_evictable(index):
+    """b7: many requests with common prefixes, some cut short; then silence."""
+    cache, rng = PrefixCache(12, 4, index), random.Random(7)
+    for _ in range(200):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 24))]
+        lease = computed(cache, tokens)
+        cache.release(lease, tokens, rng.randrange(len(tokens) + 1))
+        stats = cache.stats()
+        assert stats["pages_free"] + stats["pages_evictable"] == 12
+        assert stats["pages_pinned"] == stats["pages_private"] == 0
+        cache.check()
+
+
+@both_indexes
+def test_a_page_that_nobody_can_match_displaces_none(index):
+    """d10: a partial page goes back to the pool at once; a full one is not evicted."""
+    cache = PrefixCache(2, 4, index)
+    cache.release(computed(cache, [1] * 4), [1] * 4, 4)
+    cache.release(computed(cache, [2] * 3), [2] * 3, 3)
+    cache.acquire(cache.find([3]), 1)
+    assert cache.find([1] * 4).matched_len == 4

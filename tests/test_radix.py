@@ -400,3 +400,31 @@ def long_history(page_size, eviction, num_steps, seed=0):
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "fifo"])
 def test_thousands_of_steps(page_size, eviction):
     long_history(page_size, eviction, num_steps=2_000)
+
+
+@pytest.mark.parametrize("index", [RadixCache, HashIndex])
+def test_a_lock_covers_the_node_that_it_ends_at(index):
+    """b3, b4: the matched node itself is protected, and the root is no match."""
+    cache = index(4)
+    cache.insert(range(4), range(4))
+    cache.insert(range(8), range(8))
+    handle = cache.lock(cache.match_prefix(range(8)))
+    assert (cache.protected_size, cache.evict(8)) == (8, [])
+    cache.unlock(handle)
+    assert cache.protected_size == 0 and len(cache.evict(8)) == 8
+
+
+@pytest.mark.parametrize("index", [RadixCache, HashIndex])
+def test_sizes_never_go_below_zero(index):
+    """b6: nested inserts, a lock across a split, and an unlock too many."""
+    cache = index(4)
+    cache.insert([1, 2, 3, 4], range(4))
+    cache.insert(range(1, 9), range(8))
+    handle = cache.lock(cache.match_prefix(range(1, 9)))
+    cache.insert([1, 2, 3, 4, 9, 9, 9, 9], range(20, 28))
+    assert (cache.protected_size, cache.evictable_size, cache.total_size) == (8, 4, 12)
+    cache.unlock(handle)
+    with pytest.raises(ValueError, match="unlocked before"):
+        cache.unlock(handle)
+    assert (cache.protected_size, cache.evictable_size, cache.total_size) == (0, 12, 12)
+    cache.check()

@@ -279,3 +279,33 @@ def test_sixteen_bit(smollm2, make_llm):
         ids = encode_ids(load_tokenizer(checkpoint).encode(PROMPTS[0]).ids)
         (token,) = runner.run([Chunk("0", ids, 0, [2], 0, samples=True)])
         assert load_tokenizer(checkpoint).decode([token]) == " Paris"
+
+
+def test_a_history_is_found_up_to_its_first_other_token(
+    make_llm,
+):
+    """d11: sent back as ids, a chat hits all full pages; as text, what is alike."""
+    llm = make_llm(page_size=4)
+    first = llm.generate(TEXT, GREEDY)[0]
+    history = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    follow_up = llm.tokenizer.encode(" And then?").ids
+    by_ids = llm.generate([*history, *follow_up], GREEDY)[0]
+    assert by_ids.num_cached_tokens == (len(history) - 1) // 4 * 4, (
+        "no K/V for the last"
+    )
+    by_text = llm.generate(TEXT + first.outputs[0].text + " And then?", GREEDY)[0]
+    pairs = zip(by_text.prompt_token_ids, history, strict=False)
+    alike = next((i for i, (a, b) in enumerate(pairs) if a != b), len(history))
+    assert by_text.num_cached_tokens == min(alike, len(history) - 1) // 4 * 4
+
+
+def test_outputs_answer_their_prompts_in_order(make_llm):
+    """d12: long and short prompts, three at a time."""
+    llm = make_llm(max_running=3, max_batch_tokens=16)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert all(
+        output.outputs[0].token_ids
+        == llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
+        for prompt, output in list(zip(PROMPTS, outputs, strict=True))[:3]
+    )
