@@ -293,6 +293,8 @@ def test_a_history_is_found_up_to_its_first_other_token(
     assert by_ids.num_cached_tokens == (len(history) - 1) // 4 * 4, (
         "no K/V for the last"
     )
+    assert llm.reset_prefix_cache()
+    llm.generate(TEXT, GREEDY)
     by_text = llm.generate(TEXT + first.outputs[0].text + " And then?", GREEDY)[0]
     pairs = zip(by_text.prompt_token_ids, history, strict=False)
     alike = next((i for i, (a, b) in enumerate(pairs) if a != b), len(history))
