@@ -93,6 +93,10 @@ class ToyModel:
 # A forward pass takes tokens that are *new*, and memory that holds all others. In every
 # layer the new tokens first add their keys and values to memory, then attend to all that
 # is there. For a start, memory can be empty and the new tokens can be the whole prompt.
+#
+# `class ToyModel(ToyModel):` looks odd, and the book is full of it. It reopens a class: the new
+# one inherits from the old one and takes its name. So a class can grow in small pieces, each
+# where the text needs it.
 
 
 # %%
@@ -295,7 +299,7 @@ draw_rows(
 )
 
 # %% [markdown]
-# In layer 1 both *Paris* have the same key and value. From layer 2 on they have
+# In layer 1 both *Paris* have the same key and value. From layer 2 on they do
 # not: one was looked at from *fly to*, the other from *am called*. A model of one layer could
 # cache words. From two layers on, keys and values are not a property of the token. They are a
 # property of the token *and everything before it*.
@@ -358,7 +362,7 @@ draw_tree(
         ],
     ),
     caption="Two requests with one prompt. They read the same memory (blue), add to it what is "
-    "their own (yellow), and answer differently.",
+    "their own (orange), and answer differently.",
 )
 
 # %% [markdown]

@@ -418,8 +418,8 @@ print("hash(-1) == hash(-2):", hash(-1) == hash(-2))
 # Equal tokens under an equal past have equal K/V, if the model is the same. With a LoRA
 # adapter, a set of small extra weights, it is not. Where an image goes in, its
 # placeholder tokens are the same for every image. And two customers of one server
-# (*tenants*) may want not to share: who gets an answer sooner than computing it takes
-# learns that somebody else has sent that prompt. So a request may carry an `extra_key`,
+# (*tenants*) may want not to share: whoever gets an answer sooner than it could be
+# computed learns that somebody else has sent that prompt. So a request may carry an `extra_key`,
 # and pages are shared only among requests with the same one. Its usual names are
 # *adapter*, *image hash*, and for tenants *cache salt*, a text of their choice.
 #
@@ -765,6 +765,8 @@ draw_rows(
 )
 
 # %% [markdown]
+# The middle runs lie within a sixth of the formula. With it we can go where no run gets.
+#
 # With 32 bits one in a million is reached at [93](#birthday) pages, three prompts like
 # ours. With 64 bits it is reached at [6.07](#birthday) million pages, some 97 million
 # tokens, and an even chance at [5.06](#birthday) billion. That many hashes can be
@@ -834,8 +836,9 @@ print(date_first, date_last, recomputed)
 assert (date_first, date_last, recomputed) == (0, 64, 15)
 
 # %% [markdown]
-# 1,029 stable tokens fill [64](#midnight) pages and leave 5 over; these 5 share a page
-# with the date and go with it. Moving one line of a template made the difference between
+# 1,029 stable tokens fill [64](#midnight) pages and leave 5 over. With the date that makes
+# [15](#midnight) tokens, no full page: they are computed again on any day, and midnight costs
+# nothing. Moving one line of a template made the difference between
 # nothing and nearly all.
 #
 # ### Exercise 2

@@ -237,9 +237,8 @@ class RadixCache:
 
 
 # %% [markdown]
-# The class grows through the chapter. `class RadixCache(RadixCache):` reopens it: in the
-# notebook the new class inherits from the old one and takes its name, and the exporter joins
-# the parts into one class in `radix.py`. (An object knows what its class knew when it was
+# The class grows through the chapter, reopened as in chapter 1, and the exporter joins the parts
+# into one class in `radix.py`. (An object knows what its class knew when it was
 # made, so we make new caches as we go.)
 #
 # The constructor's last line names a queue of leaves that can be evicted. We build it when we
@@ -376,7 +375,8 @@ class RadixCache(RadixCache):
 # %% [markdown]
 # The work is one level below, because the engine will come in by another door: it wants to
 # go on below a prefix that it holds already, and to know *where the pages lie now*. Chapter 4
-# needs that answer to free duplicates.
+# needs that answer to free duplicates. (`num_own_locks` belongs to a leaf that grows; skip it
+# for now.)
 
 
 # %% export="radix.py"
@@ -481,13 +481,14 @@ for num_shared in (20, 25, 1_024, 1_039):
     )
 
 # %% [markdown]
-# Of 20 tokens [20.0%](#loss) are lost; beyond a thousand it is [1.4%](#loss) at the worst, with a
-# last page that lacks one token. Short prefixes pay for pages, long ones do not notice.
+# Of our 25 tokens [36.0%](#loss) are lost, of 20 it is [20.0%](#loss); of 1,039, whose last page also
+# lacks one token, [1.4%](#loss). Short prefixes pay for pages, long ones do not notice.
 #
 # ## A fork cuts a node in two
 #
 # From here on the trees are small enough to draw: pages of one token, called A, B, C and so on.
-# *Used* is the tick of the clock at the last use; it ticks once for each operation. `A B C D`
+# *Used* is the tick of the clock at the last use; it ticks with each insert and each lock, and a
+# match only asks. `A B C D`
 # is there, and `A B E` is to be inserted.
 
 # %% tags=["hide-input"]
@@ -642,8 +643,9 @@ picture(decoding, "A prompt A B and four pages decoded after it: a chain.")
 # Every later walk would go through all of them, link by link, and nothing forks here. So if the
 # node above is a leaf, it may grow instead. Two things could speak against it. Another request
 # holds a lock that ends there, and that lock must not come to cover more. (The lock of the
-# request that is growing does not count, if it ends there too: `num_own_locks`.) Or the eviction policy tells the
-# two apart, and might let another leaf go between them.
+# request that is growing does not count, if it ends there too: `num_own_locks`.) Or the
+# policy ranks the two differently (`fifo`: by age). Then some other leaf may have to go after the
+# new pages and before the old ones, and one node cannot have two ranks.
 
 
 # %% export="radix.py"
@@ -943,10 +945,10 @@ Entry = tuple[int, int, Node]  # priority, serial number, leaf
 
 
 class EvictionQueue:
-    """Unused leaves, the next victim first: at most O(log n) for a push or a pop.
+    """Unused leaves, the next victim first: O(log n) a push, a use and a pop, over a run.
 
     Entries may be stale. Priorities only grow, so an entry's priority is never above
-    its node's real one, and `pop` puts right what it finds.
+    its node's real one, and `pop` puts right what it finds: one pop may find many.
     """
 
     def __init__(self, priority: Callable[[Node], int]) -> None:
@@ -993,7 +995,7 @@ for num_leaves in (100, 400, 1_600, 6_400):
 # In order, [one](#queue-looks) comparison finds each victim, however many leaves there are. If all
 # leaves are used again, in a shuffled order, every entry comes out of the line too early once,
 # and most move to the heap. Then four times the leaves cost about four comparisons more: a
-# logarithm. Does it take the victims that the list would take?
+# logarithm. (The first victim alone may cost a walk along the line; these are means.) Does it take the victims that the list would take?
 
 # %% name="same-victims"
 orders = []
@@ -1267,7 +1269,7 @@ print(f"{cache.pages_walked:,} pages walked to enter {cache.total_size:,}")
 # %% [markdown]
 # It has a better place to begin: the end of its lock. `extend` enters pages below it and moves
 # the lock down. The second method answers a question that comes up when memory is short:
-# evictable tokens that a request is about to lock are none that can be evicted for it.
+# evictable tokens that a request is about to lock cannot be evicted to make room for it.
 
 
 # %% export="radix.py"
@@ -1519,8 +1521,9 @@ curves(
 )
 
 # %% [markdown]
-# For the first 40 prompts the dotted line lies on the dashed one. Then usage arrives at 100%, and
-# the share that is reused falls, though nothing about the requests has changed. From now on
+# In the first window of 40 prompts little is lost yet. Then memory is full, and in the next window
+# the share is less than half of what unbounded memory gives, though nothing about the requests
+# has changed. From now on
 # each page that comes in pushes one out, and `lru` picks the conversation that has been silent
 # longest. If its user is typing, that is the wrong one.
 #
@@ -1603,7 +1606,8 @@ for request in requests:
     print_tree(memory)
 
 # %% [markdown]
-# Every number can be read off one of these trees. The first request finds nothing, the second all
+# Every number can be read off one of these trees (each request met the tree printed above it). The
+# first request finds nothing, the second all
 # of `RULE`. The third says `blue`, whose root does not exist yet. It computes a copy of its
 # own, and the memory of eight pages pays for it with `a`, `b` and the tail of `RULE`. So the
 # fourth finds `RUL`, [48](#strange) tokens. The fifth has one page, perhaps today's date, in

@@ -2,9 +2,9 @@
 # # 4. Pages
 #
 # Memory for keys and values is one big array, and it is bought before the first request
-# comes. Say we can afford 128 MiB for the model of chapter 1, at 32 bit. The model allows a
-# context of 8,192 tokens. How many requests with a 493-token prompt and 128 output tokens
-# can be in memory at once?
+# comes. Say we can afford 128 MiB for keys and values of the shape in chapter 1, 24,576 bytes a
+# token, and let a request have up to 8,192 tokens. How many requests with a 493-token prompt
+# and 128 output tokens can be in memory at once?
 
 # %% name="fits"
 budget_bytes = 128 * 2**20
@@ -478,9 +478,8 @@ class HashIndex(RadixCache):
 
 
 # %% [markdown]
-# Can a name be trusted? Chapter 2 left that open: different pasts could have one name. Let
-# us see what a collision would do, with names that collide at once: the first letter of a
-# page.
+# Can a name be trusted? Chapter 2 said no, and why. Here is the same fault in this table, with
+# names that collide at once: the first letter of a page.
 
 # %% name="bad-names"
 table = {"the "[0]: 0, "cat "[0]: 1}  # name -> page
@@ -490,10 +489,10 @@ print("asked for 'the cow ', got", [read(memory, slots_of(found))])
 
 # %% [markdown]
 # The prompt is about a cow, and the model would answer about a cat: fluently, with no error
-# anywhere. So the walk confirms every name. A page counts only if its tokens are the
-# tokens, and the page before it is the page before it: it goes on in the node where the
-# walk stands, or begins a child of that node. The second half matters too: a name covers
-# the past, but if names collide, so may those of two pasts.
+# anywhere. So the walk confirms every name. A page counts only if its tokens are those asked
+# for, and if it follows the page confirmed last: next in the same node, or first in a child of
+# it. The second half matters too: a name covers the past, but if names collide, so may those
+# of two pasts.
 
 
 # %% export="prefix_cache.py"
@@ -834,11 +833,11 @@ class PrefixCache:
 
 
 # %% [markdown]
-# ## Find and acquire are one move
+# ## Pin first, then make room
 #
 # The scheduler first asks how long the longest published prefix is. Then it gives the
-# request its pages: those that were found, and new ones for the rest. What if these are two
-# steps, as here? Memory has three pages; `the cat ` is published in two of them, and nobody
+# request its pages: those that were found, and new ones for the rest. What if it takes the new
+# ones before it has pinned the old ones, as here? Memory has three pages; `the cat ` is published in two of them, and nobody
 # uses it.
 
 # %% name="theft"
@@ -859,7 +858,8 @@ print("A's page table:", mine, "· it reads", [read(memory, slots_of(mine)[:14])
 # is a neighbour.
 #
 # So `acquire` pins first and makes room afterwards, in one call that nothing can come
-# between.
+# between. (If the tree changes between `find` and `acquire`, the lock looks again: chapter 3's
+# `StaleMatch`.)
 #
 # A second trap lies in its failure. When pages cannot be had, the request waits, and asks
 # again at the next step, and the next. Pinning counts as a use. If the pin came first and

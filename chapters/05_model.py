@@ -6,7 +6,7 @@
 # its first 32 tokens lie in pages 6 and 1, and computes the last 8 only. When the pass begins, both
 # pages are empty. What are C's logits worth?
 #
-# transformers shall judge. It makes a small Llama with random weights, 6 query heads sharing 2 K/V
+# transformers is the judge. It makes a small Llama with random weights, 6 query heads sharing 2 K/V
 # heads, and says what C's logits are when nobody shares anything.
 
 # %% tags=["hide-output"]
@@ -74,7 +74,9 @@ print("C's logits:", verdict(runner.logits([c, a])[0], expected[39]))
 # %% [markdown]
 # Equal, and C even stands *before* A in the batch. So two things that "cached" seems to promise are
 # not needed: the keys and values of a prefix need not have been there when the pass began, and they
-# need not lie in one piece or in order. What is needed is smaller. This chapter builds the smallest
+# need not lie in one piece or in order. What is needed is smaller. Chapter 4 forbids such a page
+# table: a page that is not committed must not be found. That rule stands, for a pass can fail. Here we
+# only ask what the *model* needs, and chapter 9 will use the answer. This chapter builds the smallest
 # decoder that can read pages, and finds out what it may rely on.
 #
 # ## What a forward pass must be told
@@ -473,7 +475,8 @@ for name, rows, wanted in [
     print(f"{name:34} {good} of {len(wanted)} rows equal")
 
 # %% [markdown]
-# The recurrence has a write and a read as well, and no order of the two helps it. A token's key in a
+# The recurrence has a write and a read as well. It reads first, and it cannot do otherwise: what it
+# would have to write is not there before A has been walked through. A token's key in a
 # layer depends on *that token's* input to the layer. All keys of a batch can be made at once, before
 # anybody attends. A state depends on all tokens before: what C should read is the *result* of A's
 # walk through 32 tokens. C would have to wait for A inside the layer, and then it is no longer one pass
@@ -1036,8 +1039,8 @@ draw_rows(
 # ## The token that is computed twice
 #
 # Now the scratch page. Both pages of a 32-token prompt are cached, and the last token, position 31,
-# is computed again for its logits. To see what is written, we first put a mark in every slot, *after*
-# the logits have been compared: equal values written over equal values would not show.
+# is computed again for its logits. The logits are compared first. Then every slot gets a mark and the
+# pass runs again, for equal values written over equal values would not show.
 
 # %% name="scratch"
 runner = ModelRunner(model, num_pages=8, page_size=16)

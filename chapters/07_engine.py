@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 7. Continuous batching
 #
-# Eight requests arrive at an idle engine. Each brings the same 929 tokens, the prefix cache
-# holds all of them, and each may write 128 tokens of its own. Memory has 341 pages of 16
-# tokens: the 128 MiB of chapter 4. All eight will hit. When does each of them see its first
-# token?
+# Eight requests arrive at an idle engine. Each brings the same 929 tokens, of which the prefix
+# cache holds the 58 full pages, all but the last token, and each may write 128 tokens of its
+# own. Memory has 341 pages of 16 tokens: the 128 MiB of chapter 4. All eight will hit. When
+# does each of them see its first token?
 #
 # No model is needed to find out. In the toy below every next token is 0, and a forward pass
 # is one tick of the engine's clock, so that time is counted in steps. Scheduler, cache
@@ -64,7 +64,9 @@ for admission in ("optimistic", "reserve"):
     for _ in range(8):
         engine.submit(prompt, SamplingParams(max_tokens=128))
     engine.step()
-    print(f"{admission}: {len(engine.scheduler.running)} run at once")
+    stats = engine.stats()
+    print(f"{admission}: {stats['running']} run at once,", end=" ")
+    print(f"{stats['pages_free']} of 341 pages are free")
     outputs = run_all(engine)
     print("  cached tokens:   ", [o.num_cached_tokens for o in outputs])
     print("  first token after", [o.metrics.ttft_s for o in outputs], "steps")
@@ -77,23 +79,26 @@ for admission in ("optimistic", "reserve"):
 # That number is the *time to first token*, TTFT: from the submission of a request to its
 # first output token, the wait in the queue included. It is what a caller feels. And it is
 # where a common belief fails: *a hit means that I run now*. A hit says how much need not be
-# computed. It does not say that there is room. Somebody has to decide who runs in the next
-# step, with how many tokens, in which pages. That is the scheduler.
+# computed. It does not say that you are let in. Under `reserve` [278](#eight) of 341 pages are free
+# while three requests wait: this rule counts what everybody may come to need, and gives no
+# credit for what is shared. Somebody has to decide who runs in the next step, with how many
+# tokens, in which pages. That is the scheduler.
 #
 # ## A batch need not wait for its slowest
 #
 # Why do requests run together at all? A decode step reads every weight of the model from
 # memory to make one token for one request. The same read serves eight requests as well as
-# one. So an engine has *slots*, and wants them full.
+# one. So an engine has *seats*, and wants them full. (Many engines say slots. Ours are places
+# for one token in K/V memory.)
 #
-# *Static batching* fills the slots, runs until everybody is done, and fills them again.
-# *Continuous batching* lets a waiting request take a slot as soon as one is free, after any step.
+# *Static batching* fills the seats, runs until everybody is done, and fills them again.
+# *Continuous batching* lets a waiting request take a seat as soon as one is free, after any step.
 # One condition is the whole difference:
 
 
 # %%
 def fill_slots(lengths: list[int], num_slots: int, continuous: bool):
-    """Who sits in each slot at each step; `lengths` are the tokens each will write."""
+    """Who sits in each seat at each step; `lengths` are the tokens each will write."""
     queue, slots, steps = list(enumerate(lengths)), [None] * num_slots, []
     while queue or any(slots):
         if continuous or not any(slots):
@@ -412,12 +417,12 @@ draw_rows(
 # trades one request's TTFT for everybody else's rhythm.
 #
 # Those who run are served first, in order, and the rest of the budget goes to whoever comes
-# next. So a short request *behind* a long prompt waits for it: with a budget of 8, four tokens
-# behind eighty start in step 11 (exercise 1). A larger budget would help, or another `Grouping`.
+# next. So a short request *behind* a long prompt waits for it; exercise 1 asks how long. A
+# larger budget would help, or another `Grouping`.
 #
 # ## Reuse is decided at admission
 #
-# Waiting requests are let in one by one, in order, as long as budget, slots and pages last.
+# Waiting requests are let in one by one, in order, as long as budget, seats and pages last.
 
 
 # %% export="scheduler.py"
@@ -478,7 +483,7 @@ for max_running in (2, 1):
     print(f"{max_running} slots: (cached, TTFT) {pair}")
 
 # %% [markdown]
-# With two slots both are admitted in the same step, and neither finds anything. With one slot the
+# With two seats both are admitted in the same step, and neither finds anything. With one seat the
 # second is admitted later, and finds [480](#moment) of 493 tokens. It arrived at the same moment. But it
 # was looked up when the scheduler formed a batch with it, and by then the pages were there.
 #
@@ -703,16 +708,18 @@ for admission in ADMISSIONS:
         own = [1000 + i] * rng.randrange(400)
         params = SamplingParams(max_tokens=rng.randrange(1, 200))
         engine.submit([rng.randrange(5)] * 64 + own, params)
-    run_all(engine)
+    ended = run_all(engine)
     stats, steps = engine.stats(), engine.runner.passes
     print(f"{admission}: {steps} steps, {stats['preemptions']} preempted,", end=" ")
-    again, once = stats["recomputed_tokens"], stats["prefill_tokens"]
+    again = stats["recomputed_tokens"]
+    once = stats["prefill_tokens"] + sum(len(o.outputs[0].token_ids) - 1 for o in ended)
     print(f"{again} tokens again ({again / once:.0%}), {cache.num_finds} lookups")
 
 # %% [markdown]
-# Optimism pays: [1,973](#rules) steps against [2,691](#rules), although [82](#rules) requests were preempted and
-# [6,101](#rules) tokens computed twice, [15](#rules) % more work. With `reserve` the pages of output tokens
-# that are not written yet lie idle.
+# Counted in steps, optimism pays: [1,973](#rules) against [2,691](#rules), although [82](#rules) requests were
+# preempted and [6,101](#rules) tokens computed twice, [10](#rules) % on top of all that had to be computed.
+# With `reserve` the pages of output tokens that are not written yet lie idle. The optimistic
+# steps are fuller, though, and a fuller step takes longer; chapter 8 can price that.
 #
 # The last number is of another kind. A head of the queue that cannot get in is looked up again in
 # each step: [2,000](#rules) lookups, where 282 admissions would have needed 282. We leave it so. What
@@ -1312,7 +1319,7 @@ for fault in ("a pass fails", "Ctrl-C"):
 
 # %% [markdown]
 # After the failed pass request 0 ends with an error, and request 1, which was not in that batch,
-# ends as it should. After Ctrl-C both end with an error: this is the blunt one. In both
+# ends as it should. After Ctrl-C nothing is trusted, so everybody ends with an error. In both
 # cases nobody holds a page afterwards. (A test raises at *every* line of a submission, of four
 # steps and of an abort, and asks for that each time.)
 #
@@ -1350,10 +1357,11 @@ for label, *moment in (
 # In the same step the twin finds [0](#later) tokens, for nothing is published before a pass has
 # succeeded. From the next step on it finds [480](#later), as long as nobody needs the memory. Then
 # evictions eat the prefix from its tail: [240](#later) tokens are left after four strangers, [0](#later) after
-# eight. A preemption costs as much: request 2 of the last picture found [64](#short) of its 112 tokens.
+# eight. A preempted request risks the same with its own prefix: request 2 in the 22 pages found
+# [64](#short) of its 112 tokens.
 #
 # So it depends on *when* a batch is formed. It also depends on *who* is in it. Eight requests in
-# four slots: four share a document of 512 tokens (L), four are short and alone (S). We
+# four seats: four share a document of 512 tokens (L), four are short and alone (S). We
 # change their order, and in the last line the budget, and nothing else.
 
 
@@ -1403,15 +1411,15 @@ draw_rows(
 
 # %% [markdown]
 # Look at the lengths first. In order of arrival one decode step attends to [564](#company) tokens in one
-# slot and to [52](#company) in the next. The step ends when its longest slot has ended.
+# seat and to [52](#company) in the next. The step ends when its longest seat has ended.
 #
 # Now the hits. With a warm cache each batch in order of arrival has [2](#company) hits, and a sorted one has
 # [4](#company) or [0](#company). The hits of a batch thin out, and their sum stays: [2,048](#company) tokens both ways. With
 # a cold cache the sum changes too, and not as one would guess. Sorting puts four L into one
 # step, where none can find another: [0](#company) tokens reused, and [1,024](#company) in mixed order. Sorted and
 # cut to a budget of 256, it is [1,536](#company), since the first L is computed before the others are let
-# in. The requests, the cache and the pool are the same. The shape of the batches and the
-# reuse of prefixes are two sides of one thing.
+# in. The requests, the cache and the pool are the same; the shape of the batches decides what is
+# reused.
 #
 # ## Three reasons why a shared prefix brings nothing
 #
@@ -1435,7 +1443,7 @@ def newcomer_sharing(num_shared: int, num_rivals: int = 0) -> RequestOutput:
 for label, output in {
     "nothing in the way": newcomer_sharing(929),
     "moment: in one step with its twin": twins(max_running=2)[-1],
-    "resources: no pages for it": newcomer_sharing(929, num_rivals=7),
+    "admission: reserve does not let it in": newcomer_sharing(929, num_rivals=7),
     "policy: 15 tokens shared, pages of 16": newcomer_sharing(15),
     "policy: evicted": second_twin(40, num_strangers=8),
 }.items():
@@ -1443,8 +1451,8 @@ for label, output in {
     print(f"{label:37} cached {cached:3}, TTFT {ttft:3} steps")
 
 # %% [markdown]
-# The *moment*: it was scheduled before the pages were there. *Resources*: it hits [928](#reasons) tokens, and
-# its first token comes after [129](#reasons) steps all the same. *Policy*: the match is cut to whole pages,
+# The *moment*: it was scheduled before the pages were there. *Admission*: it hits [928](#reasons) tokens, and
+# the rule lets it in only after [129](#reasons) steps. *Policy*: the match is cut to whole pages,
 # or what it would have matched is gone. A counter of hits calls the first and the last a miss
 # and the second a success. A better lookup would change none of them.
 #

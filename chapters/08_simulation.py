@@ -15,7 +15,7 @@ print(f"two take {decode_two / decode_one:.2f} times as long as one")
 
 # %% [markdown]
 # [1.96](#m2) times. On that machine company saves next to nothing: one step for two requests takes
-# nearly as long as two steps. On the CPU that has measured a part of this chapter the ratio is
+# nearly as long as two steps. On the CPU used for the measurements of this chapter the ratio is
 # [1.11](#read). Later chapters let requests wait for one another, and whether the waiting pays
 # depends on this ratio: a rule that wins on one machine loses on another.
 #
@@ -148,8 +148,8 @@ class CostModel(Protocol):
 
 
 # %% [markdown]
-# The first cost model is one that explains the published measurements of early and late
-# publication, and it has four numbers. Prefills run one after the other, each at a price per
+# The first cost model has four numbers; below we hold it against measurements, our own and
+# others'. Prefills run one after the other, each at a price per
 # token and a price for being there at all. Then all who decode do it in one go: the first of
 # them pays for a whole step, and each companion pays the share k of that.
 
@@ -831,15 +831,15 @@ draw_rows(
 # %% [markdown]
 # The steps that it was fitted to are met within [15](#fit) percent. A line does not quite fit the
 # decode steps: two requests take a tenth longer than one, but over batches up to eight each
-# companion costs [0.25](#fit) of a step. And the steps with both kinds of work are overrated, by up to
+# companion costs [0.25](#fit) of a step. And the steps with both kinds of work are overestimated, by up to
 # [36](#fit) percent. Keep that in mind.
 #
 # ## Predicting
 #
 # Now the clock can run ahead of the machine. Take a leader with a prompt of 493 tokens, and
 # N − 1 requests with the same prompt that come right after its first token. How much does the
-# mean TTFT fall if pages are published after each step and not at the end? Published
-# measurements on a Metal GPU say 48 to 93 % for N = 2, 4 and 8.
+# mean TTFT fall if pages are published after each step and not at the end? The author of
+# mini-vllm-rs measured it on a Metal GPU: 48 to 93 % for N = 2, 4 and 8.
 #
 # On paper: let a prefill take 1, and let s be the part of it that is left when the prompt is
 # cached. Without sharing, the followers wait 1, 2, …, N − 1; with sharing s, 2s, …,
@@ -873,10 +873,11 @@ for n in (2, 4, 8):
     print(f"N = {n}: falls by {1 - step / finish:.0%}, on paper by {on_paper:.0%}")
 
 # %% [markdown]
-# [48](#predict), [81](#predict) and [91](#predict) percent. Where paper and simulator differ, the paper has left
-# something out. Its followers get their tokens one after the other; in our engine seven short
-# suffixes fit in one step, and a step hands out all its tokens at its end. And the leader
-# decodes on in the meantime.
+# [48](#predict), [81](#predict) and [91](#predict) percent. These parameters were fitted to those
+# measurements, so this is no prediction yet. For N = 8 the paper meets the published 93 and our
+# engine does not, because it works otherwise: on paper the followers get their tokens one
+# after the other; in our engine seven short suffixes fit in one step, and a step hands out all
+# its tokens at its end. And the leader decodes on in the meantime.
 #
 # And on our own machine? The script has measured this case as well. The fitted model has
 # never seen anything but single steps. It predicts:
@@ -893,10 +894,10 @@ for name, publisher in PUBLISHERS.items():
 
 # %% [markdown]
 # Publication at the end is predicted within [15](#own) percent, and so is publication after each step
-# for N = 2 and 4. For N = 8 the model says [0.84](#own) s where [0.48](#own) were measured. This is the error
-# that we were to keep in mind: seven suffixes of 13 tokens ride in one step, the machine
-# reads its weights once for all of them, and the model charges each the full price of a
-# chunk.
+# for N = 2 and 4. For N = 8 the model says [0.84](#own) s where [0.48](#own) were measured; it even says
+# that four more followers cost time. No step that it was fitted to had more than one prompt in
+# it. Here seven suffixes of 13 tokens ride in one step, the machine reads its weights once for
+# all of them, and the model charges each the full price of a chunk.
 #
 # ## What the model leaves out
 #
