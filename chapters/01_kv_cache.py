@@ -18,7 +18,10 @@ print(f"{without_cache:,} token-forwards")
 # the same 493 tokens through the same weights as step 1 did, and throws the results
 # away again.
 #
-# What would we have to keep, so that a step only costs the one new token?
+# Every engine avoids this, with something called a *KV cache*. Many who use one picture
+# a table of answers: this prompt was seen, here is what the model said. No such table
+# exists in this book. What is kept is less than an answer, and good for more than one.
+# This chapter finds out what it is, on a model small enough to count everything.
 #
 # ## What the next token asks of the old ones
 #
@@ -27,115 +30,170 @@ print(f"{without_cache:,} token-forwards")
 # weights, and with these the token takes an average of their *values*. Everything
 # else (norms, projections, the MLP) treats a token by itself.
 #
-# One attention head, small enough to read:
+# We write attention so that it takes the queries of the *last* few tokens, one or all,
+# and the keys and values of everything up to there. A token may look at itself and at
+# what came before it, never at what comes later: this is the *causal mask*.
 
 # %%
 import torch
 
 torch.manual_seed(0)
-width = 8
-w_query, w_key, w_value = (torch.randn(width, width) / width**0.5 for _ in range(3))
+torch.set_num_threads(1)  # on matrices this small, threads wait for one another
+width = 16
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-    """One query [width] over keys and values [tokens, width]."""
-    weights = torch.softmax(keys @ query / width**0.5, dim=0)
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
+    """Queries [new, width] of the last tokens; keys and values [all, width]."""
+    old = len(keys) - len(queries)
+    scores = queries @ keys.T / width**0.5
+    later = torch.ones_like(scores).triu(old + 1).bool()
+    weights = torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1)
     return weights @ values
 
 
 # %% [markdown]
-# The query belongs to the new token and is used once. Keys and values belong to the
-# *old* tokens, and every later token asks for them again. So these two are what we
-# keep, and this is why it is called a KV cache and not a QKV cache.
+# Look at who needs what, and when. A query belongs to one token and is used once. Keys
+# and values belong to the *old* tokens, and every later token asks for them again. So
+# these two are worth keeping, and this is why it is called a KV cache and not a QKV
+# cache. But may we keep them? A key that was made in step 1 must still be right in
+# step 128. The mask sees to that: token 3 never looks at token 4, so nothing that comes
+# later changes what token 3 computed, in any layer. Its key and value are final the
+# moment they are made.
 #
-# Below, the same sequence is processed twice: once with all keys and values made
-# afresh at each step, once with a list that grows by one entry a step.
+# ## A model to count with
+#
+# Now a whole model. It has three layers, one head, a vocabulary of 1,000 tokens, and
+# weights that nobody trained. It is a real one in the way that matters here: what enters
+# layer 2 is what attention put out in layer 1. It computes in 64 bit, so that rounding never
+# decides which token is the likeliest.
+#
+# Its memory is a tensor `[tokens, 2, width]` for each layer: a key and a value for each
+# token that went through.
+
 
 # %%
-tokens = torch.randn(6, width)  # what six tokens look like when they enter this layer
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
 
-afresh = [
-    attend(tokens[i] @ w_query, tokens[: i + 1] @ w_key, tokens[: i + 1] @ w_value)
-    for i in range(len(tokens))
-]
 
-keys, values, cached = [], [], []
-for token in tokens:
-    keys.append(token @ w_key)  # made once, kept
-    values.append(token @ w_value)
-    cached.append(attend(token @ w_query, torch.stack(keys), torch.stack(values)))
+class ToyModel:
+    """Three layers of attention. `forwards` counts the tokens that went through."""
 
-same = torch.allclose(torch.stack(afresh), torch.stack(cached), atol=1e-6)
-print("same attention outputs:", same, "· keys made:", sum(range(1, 7)), "against", 6)
+    def __init__(self) -> None:
+        self.embedding, self.head = random(1000, width), random(width, 1000)
+        self.layers = [2 * random(3, width, width) / width**0.5 for _ in range(3)]
+        self.forwards = 0
+
+    def nothing(self) -> list[torch.Tensor]:
+        """Memory in which no token has keys and values yet."""
+        return [random(0, 2, width) for _ in self.layers]
+
 
 # %% [markdown]
-# The causal mask makes this legal: token 3 never looks at token 4, so nothing that
-# comes later changes what token 3 computed, in any layer. Its key and value are final
-# the moment they are made.
-#
-# That sentence has a second half, which the rest of the book lives on. Token 3's key
-# in layer 2 is made from token 3's *output of layer 1*, and that output is an average
-# over tokens 0 to 3. What if one of those changes? Below, token 3 is changed, and we ask
-# for each token whether its key in layer 2 is another one now.
+# A forward pass takes tokens that are *new*, and memory that holds all others. In every
+# layer the new tokens first add their keys and values to memory, then attend to all that
+# is there. For a start, memory can be empty and the new tokens can be the whole prompt.
 
 
 # %%
-def second_layer_keys(layer_input: torch.Tensor) -> torch.Tensor:
-    mixed = [
-        attend(
-            t @ w_query, layer_input[: i + 1] @ w_key, layer_input[: i + 1] @ w_value
-        )
-        for i, t in enumerate(layer_input)
-    ]
-    return (layer_input + torch.stack(mixed)) @ w_key
+class ToyModel(ToyModel):
+    def forward(self, new_tokens: list[int], memory: list[torch.Tensor]):
+        """Logits after each new token; memory grows by their keys and values."""
+        self.forwards += len(new_tokens)
+        x = self.embedding[new_tokens]
+        for i, (w_query, w_key, w_value) in enumerate(self.layers):
+            made = torch.stack([x @ w_key, x @ w_value], dim=1)
+            memory[i] = torch.cat([memory[i], made])
+            keys, values = memory[i].unbind(1)
+            x = torch.tanh(x + attend(x @ w_query, keys, values))
+        return x @ self.head
 
-
-changed = tokens.clone()
-changed[3] += 1.0
-moved = (second_layer_keys(tokens) - second_layer_keys(changed)).abs().amax(dim=1)
-print("keys of layer 2 that changed:", [bool(m > 1e-4) for m in moved])
 
 # %% [markdown]
-# Tokens 0 to 2 did not notice, and tokens 4 and 5, which are the same tokens as before,
-# have other keys. So a token's K/V are not a property of the token. They are a property of
-# the token *and everything before it*. "The word *France* is already cached" means nothing;
-# "these 37 tokens, in this order, from the very start, are cached" does. Only whole
-# prefixes can be reused.
-#
-# ## What is saved
-#
-# With the cache, the prompt goes through the model once (the *prefill*), which yields
-# the first output token. Each further output token costs one token-forward (a
-# *decode* step). The last one is never put in: nobody asks for what follows it.
+# Generation is one loop, and the two ways to do it differ in one line. Without a cache we
+# empty the memory before each step, and then every token is new again.
+
 
 # %%
-with_cache = prompt_tokens + (output_tokens - 1)
-print(f"{without_cache:,} against {with_cache}: {without_cache / with_cache:.0f} times")
+def generate(model, tokens, num_tokens, memory, keep=True, choose=torch.argmax):
+    """The tokens and `num_tokens` more. What memory holds is not put in again."""
+    tokens = list(tokens)
+    for _ in range(num_tokens):
+        if not keep:
+            memory[:] = model.nothing()
+        new_tokens = tokens[len(memory[0]) :]
+        logits = model.forward(new_tokens, memory)[-1]
+        tokens.append(int(choose(logits)))
+    return tokens
+
+
+# %% name="measured"
+model = ToyModel()
+prompt = torch.randint(1000, (prompt_tokens,)).tolist()
+
+answers, paid, memories = {}, {}, {}
+for keep in (False, True):
+    model.forwards, memories[keep] = 0, model.nothing()
+    answers[keep] = generate(model, prompt, output_tokens, memories[keep], keep)
+    paid[keep] = model.forwards
+print("without:", f"{paid[False]:,}", "· with:", paid[True])
+print("same 128 tokens:", answers[False] == answers[True])
+
+# %% [markdown]
+# Counted this time, not calculated: [71,232](#measured) against [620](#measured), a factor of 115,
+# for the same answer. The prompt goes through the model once, which yields the first output
+# token; this is the *prefill*. Each further output token costs one token-forward, a *decode*
+# step. The last one is never put in, since nobody asks for what follows it. Hence 493 + 127.
 
 # %% tags=["hide-input"]
-from minivllm.drawing import draw_rows
+from minivllm.drawing import PAGE_STATES, draw_rows
 
-steps = [[(0, 6, "computed", "6 new")]]
-steps += [
-    [(0, 6 + i, "plain", f"{6 + i} kept"), (6 + i, 1, "computed", "1")]
-    for i in range(4)
-]
+rows = []
+for step in (1, 2, 3, 128):
+    known = prompt_tokens + step - 1
+    rows.append(
+        (f"step {step}, without", [(0, known, "computed", f"{known} computed")])
+    )
+    kept = known - 1 if step > 1 else 0
+    new = f"{known} computed" if step == 1 else ""
+    words = [(0, kept, "plain", f"{kept} read")] if kept else []
+    rows.append(("with", [*words, (kept, known - kept, "computed", new)]))
 draw_rows(
-    [(f"step {i + 1}", cells) for i, cells in enumerate(steps)],
-    caption="Six prompt tokens, five output tokens. Only the cells with a new token are "
-    "computed; the rest are keys and values read from memory. Without a cache every "
-    "cell would be computed in every step.",
+    rows,
+    caption="What a step computes (dark) and what it reads from memory (light), without and "
+    "with a cache. From step 2 on the cached run computes one token: the sliver at the end.",
 )
 
 # %% [markdown]
-# ## What it costs
+# ## What is in there
 #
-# Compute was traded for memory. How much? Each token keeps one key and one value in
-# every layer, for every K/V head. For a model with 24 layers and 2 K/V heads of 64
-# numbers each:
+# Three tensors, and nothing else. No text, no logits, no queries, no attention weights:
+
+# %% name="contents"
+memory = memories[True]
+print("shapes:", [list(layer.shape) for layer in memory])
+print("bytes for each token:", sum(layer.nbytes for layer in memory) // len(memory[0]))
+
+# %% [markdown]
+# There are [620](#contents) rows for 621 tokens. Every token that went through the model left
+# one, and the last output token never went in. Remember it as a rule, because it decides
+# in chapter 4 which pages are complete: *after g output tokens of a p-token prompt, p + g − 1
+# tokens have keys and values.*
+#
+# Why these two, and nothing else? Ask of each quantity who reads it later. A token's query is
+# read once, by its own attention. Its layer outputs are read by its own next layer. Its logits
+# choose its own successor. Only key and value are read by *others*. One could keep what both are
+# made from, the input of the layer, one vector where we keep two. Then every step would have
+# to multiply all old inputs with two matrices again, in every layer, and that is most of the work
+# that we set out to save.
+#
+# In general a token keeps one key and one value in every layer, for every K/V head. Take the
+# shape of Qwen2.5-0.5B, which the book's examples use: 24 layers and 2 K/V heads of 64 numbers
+# each. Its queries have 14 heads; seven of them share a key, and that is done for the sake of
+# this very memory.
 
 
-# %%
+# %% name="bytes"
 def kv_bytes_per_token(
     layers: int, kv_heads: int, head_dim: int, bytes_each: int
 ) -> int:
@@ -144,23 +202,238 @@ def kv_bytes_per_token(
 
 for name, bytes_each in [("16 bit", 2), ("32 bit", 4)]:
     print(name, f"{kv_bytes_per_token(24, 2, 64, bytes_each):,} bytes per token")
+print("14 K/V heads, 16 bit", f"{kv_bytes_per_token(24, 14, 64, 2):,}")
+print("the toy", kv_bytes_per_token(3, 1, width, 8))
+print("493 tokens at 32 bit", f"{493 * kv_bytes_per_token(24, 2, 64, 4):,}")
 
 # %% [markdown]
-# At 32 bit a 493-token prompt holds 12 MB for as long as its request lives, and the
-# memory set aside for all of them together is fixed. Keeping is not free, so *who may
-# keep what, for how long* becomes a question with an owner. The engine of this book
-# is the answer to it.
+# [12,288](#bytes) bytes for a token of text, which itself is a number of 4 bytes. At 32 bit the
+# prompt of 493 tokens holds [12,115,968](#bytes) bytes, 12 MB, for as long as its request lives. Compute
+# was traded for memory, and the memory set aside for all requests together is fixed. *Who may
+# keep what, for how long* becomes a question with an owner. The engine of this book is the
+# answer to it.
 #
-# ## What the cache does not keep
+# Try other shapes. Llama 3.1 8B has 32 layers and 8 K/V heads of 128 numbers. Does a prompt of
+# 100,000 tokens fit beside its weights on a 24 GB card?
+
+# %% tags=["live"]
+num_prompt, num_output = 493, 128  # change me
+num_layers, kv_heads, head_dim, bytes_each = 24, 2, 64, 2
+
+without = sum(num_prompt + i for i in range(num_output))
+with_it = num_prompt + num_output - 1
+held = with_it * 2 * num_layers * kv_heads * head_dim * bytes_each
+print(f"{without:,} against {with_it:,} token-forwards, {without / with_it:.0f} to 1")
+print(f"{held:,} bytes just before the end")
+
+# %% [markdown]
+# ## What it does not save
 #
-# It keeps no answer. It holds numbers that say how the prompt's tokens look to later
-# tokens; the choice of the next token happens after that, from the logits, with
-# whatever temperature the caller asked for. Two requests with one prompt, one at
-# temperature 0 and one at temperature 1, need the same keys and values. They may
-# share all of them, and still answer differently.
+# A factor of 115 in token-forwards is not a factor of 115 in time. Each decode step still
+# compares its one query with *all* keys, so all of memory is read in every step. Count these
+# comparisons, for one head in one layer:
+
+# %% name="pairs"
+lengths = [prompt_tokens + i for i in range(output_tokens)]
+pairs_without = sum(n * (n + 1) // 2 for n in lengths)
+pairs_with = lengths[0] * (lengths[0] + 1) // 2 + sum(lengths[1:])
+print(f"{pairs_without:,} against {pairs_with:,}")
+print("of these in decode steps:", f"{sum(lengths[1:]):,}")
+
+# %% [markdown]
+# [192,510](#pairs) is a hundredth of what the run without a cache compares, and more than a third
+# of it, [70,739](#pairs), falls to the decode steps. It grows with the length of the past, step by
+# step, and no cache removes it.
 #
-# We want to say this in code from the start: what was *asked* is fixed, what *happens*
-# lives elsewhere. A request is frozen.
+# The prefill is 493 tokens wide, so each weight that is fetched from memory is used 493 times.
+# A decode step fetches all the weights, and all the keys and values, for one token. It is
+# limited by reading and not by arithmetic. That is why engines put many requests into one step
+# (chapter 7), and why the two phases appear apart in every picture of this book.
+#
+# ## One token, two pasts
+#
+# A key is made from what enters the layer. In layer 1 that is the token's embedding, the same
+# wherever the token stands. What enters layer 2 is the token's *output of layer 1*, and that is
+# an average over everything before it. So what is the word *Paris*, as seen by a cache? We ask
+# after two pasts that begin alike.
+
+# %% name="pasts"
+sentences = ["I fly to Paris", "I am called Paris"]
+vocabulary = ["I", "fly", "to", "am", "called", "Paris"]
+kept = []
+for sentence in sentences:
+    memory = model.nothing()
+    model.forward([vocabulary.index(word) for word in sentence.split()], memory)
+    kept.append(memory)
+
+same = [
+    [torch.allclose(one, two) for one, two in zip(*layers, strict=True)]
+    for layers in zip(*kept, strict=True)
+]
+for layer, tokens in enumerate(same, 1):
+    print("layer", layer, tokens)
+
+# %% tags=["hide-input"]
+pairs = list(zip(*(sentence.split() for sentence in sentences), strict=True))
+words = [one if one == two else f"{one} / {two}" for one, two in pairs]
+draw_rows(
+    [("", [(i, 1, "plain", word) for i, word in enumerate(words)])]
+    + [
+        (
+            f"K/V of layer {layer}",
+            [
+                (i, 1, "published" if ok else "lost", "same" if ok else "other")
+                for i, ok in enumerate(tokens)
+            ],
+        )
+        for layer, tokens in enumerate(same, 1)
+    ],
+    unit=110,
+    caption="The keys and values of two sentences, compared place by place. Paris is the same "
+    "token in the same place, and only layer 1 thinks so. What lies before the first "
+    "difference is the same in all layers.",
+)
+
+# %% [markdown]
+# In layer 1 both *Paris* have the same key and value. From layer 2 on they have
+# not: one was looked at from *fly to*, the other from *am called*. A model of one layer could
+# cache words. From two layers on, keys and values are not a property of the token. They are a
+# property of the token *and everything before it*.
+#
+# "The word Paris is already cached" therefore means nothing; "these 37 tokens, in this order,
+# from the very start, are cached" does. Only whole prefixes can be reused: here one token, *I*.
+# (In this toy a token does not even know its position. Chapter 5 adds that, and keys then differ
+# from place to place in layer 1 as well.)
+#
+# What happens to somebody who reuses more? We put the first sentence's *Paris* behind the second
+# sentence's beginning, and let both go on:
+
+# %% name="stolen"
+ids = [vocabulary.index(word) for word in sentences[1].split()]
+stolen = [torch.cat([b[:3], a[3:]]) for a, b in zip(*kept, strict=True)]
+answers = [generate(model, [*ids, 7], 8, list(memory)) for memory in (kept[1], stolen)]
+print("tokens made:", [len(answer) - 5 for answer in answers])
+print("the same ones:", answers[0] == answers[1])
+
+# %% [markdown]
+# No error, no warning, [8](#stolen) tokens in both cases, and the wrong ones in the second. A cache
+# that confuses two pasts does not break. It answers something else, fluently. Hence the care that
+# chapter 2 takes with names.
+#
+# ## One memory, two answers
+#
+# Now the table of answers. If the cache held one, two users could share it only if they wanted the
+# same answer. Let one ask at temperature 0, always the likeliest token, and one at temperature 1,
+# where a die is thrown. Both continue from *one* prefill.
+
+# %% name="temperatures"
+dice = torch.Generator().manual_seed(7)
+
+
+def draw(logits: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(torch.softmax(logits, -1), 1, generator=dice)
+
+
+model.forwards, shared = 0, model.nothing()
+model.forward(prompt[:-1], shared)
+before = [layer.clone() for layer in shared]
+
+at_0 = generate(model, prompt, output_tokens, list(shared))
+at_1 = generate(model, prompt, output_tokens, list(shared), choose=draw)
+untouched = all(map(torch.equal, before, shared))
+print("the same answer:", at_0 == at_1, "· shared memory unchanged:", untouched)
+print(model.forwards, "token-forwards, and", 2 * paid[True], "without sharing")
+
+# %% tags=["hide-input"]
+from minivllm.drawing import Branch, draw_tree
+
+rest = f"{output_tokens} token-forwards of its own"
+draw_tree(
+    Branch(
+        f"keys and values of {len(shared[0])} prompt tokens, computed once",
+        "pinned",
+        [
+            Branch(f"temperature 0: {rest}", "private"),
+            Branch(f"temperature 1: {rest}", "private"),
+        ],
+    ),
+    caption="Two requests with one prompt. They read the same memory (blue), add to it what is "
+    "their own (yellow), and answer differently.",
+)
+
+# %% [markdown]
+# Two different answers from one prefill, [748](#temperatures) token-forwards for what would have cost
+# [1,240](#temperatures). Memory says how the prompt's tokens look to later tokens. The choice of
+# the next token comes after that, from the logits, with whatever temperature the caller asked for.
+# So requests may share a prefix whatever their sampling parameters are.
+#
+# The cell put in 492 tokens, not 493. Logits are not kept either, so somebody who finds a
+# whole prompt in memory must still put in its last token, to have something to choose from. This
+# one token comes back in chapters 5 and 7.
+#
+# ## A test that can fail
+#
+# Suppose the code has a fault: the very first token's key and value are never stored. Such code
+# exists, in a lesson on KV caches whose tests were green. How can that be? Here is the fault, and
+# four tests that one might write.
+
+
+# %%
+class ForgetfulModel(ToyModel):
+    def forward(self, new_tokens, memory):
+        logits = super().forward(new_tokens, memory)
+        if len(memory[0]) == len(new_tokens):  # memory was empty before
+            memory[:] = [layer[1:] for layer in memory]
+        return logits
+
+
+def one_by_one(model, tokens: list[int]) -> torch.Tensor:
+    memory = model.nothing()
+    return torch.cat([model.forward([token], memory) for token in tokens])
+
+
+# %% name="vacuous"
+forgetful = ForgetfulModel()
+vars(forgetful).update(vars(model))  # the same weights
+expected = model.forward(prompt[:8], model.nothing())
+at_place = {}
+for name, each in [("sound", model), ("forgetful", forgetful)]:
+    found = one_by_one(each, prompt[:8])
+    at_place[name] = [
+        torch.allclose(*pair) for pair in zip(found, expected, strict=True)
+    ]
+    tests = {
+        "it runs, and gives numbers": bool(found.isfinite().all()),
+        "shapes are right": found.shape == expected.shape,
+        "position 0 is equal": at_place[name][0],
+        "every position is equal": all(at_place[name]),
+    }
+    print(f"{name:10}", tests)
+
+# %% tags=["hide-input"]
+draw_rows(
+    [
+        (
+            name,
+            [(i, 1, "published" if ok else "lost", str(i)) for i, ok in enumerate(oks)],
+        )
+        for name, oks in at_place.items()
+    ],
+    caption="Cached against uncached logits, position by position (green: equal). Position 0 has "
+    "nothing to read from the cache, so it is right even when nothing was stored.",
+)
+
+# %% [markdown]
+# Three of the four pass on the broken cache. Even comparing logits is not enough if it is done
+# at position 0, where nothing is read yet. The fourth test holds the cached run against the
+# uncached one *at every position*, and fails when the storing is taken out. The tests of this
+# book plant such faults on purpose and demand that something turns red.
+#
+# ## What was asked, and what happens
+#
+# A cache that many requests share needs a clear line between what a request *is* and what happens
+# to it. We draw it in code from the start: what was asked is fixed, what happens lives elsewhere.
+# A request is frozen.
 
 # %% export="request.py"
 """What was asked, and what comes back.
@@ -225,6 +498,14 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
 
+
+# %% [markdown]
+# Values are checked when the object is made, at the caller's desk. A wrong one that gets through
+# would surface many steps later, in the middle of a batch that it shares with others.
+
+
+# %% export="request.py"
+class SamplingParams(SamplingParams):
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for name, given in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
@@ -240,6 +521,13 @@ class SamplingParams:
         if broken:
             raise ValueError(f"SamplingParams: {broken[0]}")
 
+
+# %% [markdown]
+# The rules, each with the words that the caller reads if it is broken:
+
+
+# %% export="request.py"
+class SamplingParams(SamplingParams):
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (
@@ -381,28 +669,38 @@ class RequestOutput:
     prompt: str | None = field(default=None, repr=False)
 
 
+# %% [markdown]
+# The two users of one prompt, as the engine sees them. Nothing in a request says who computes
+# what; equal prompts are all that sharing needs.
+
 # %%
-prompt = encode_ids([504, 3575, 282, 4649, 314])
-greedy = Request("0", prompt, SamplingParams(temperature=0))
-creative = Request("1", prompt, SamplingParams(temperature=1.0, seed=7), arrival=1)
-print(
-    greedy.prompt_token_ids is creative.prompt_token_ids, greedy.order < creative.order
-)
+asked = encode_ids([504, 3575, 282, 4649, 314])
+greedy = Request("0", asked, SamplingParams(temperature=0))
+creative = Request("1", asked, SamplingParams(temperature=1.0, seed=7), arrival=1)
+print("one prompt:", greedy.prompt_token_ids is creative.prompt_token_ids)
+print("greedy is served first:", greedy.order < creative.order)
+try:
+    greedy.priority = 5
+except AttributeError as error:
+    print(error)
 
 # %% [markdown]
 # ## What still goes wrong
 #
-# Each request now keeps its own keys and values, and drops them when it ends. The
+# Each request keeps its own keys and values, and drops them when it ends. The
 # second user who sends the same 493 tokens pays for all 493 again. To give them the
 # first user's keys and values, the engine has to notice that the two prompts begin
 # alike, and it cannot compare every new prompt with every old one. It needs a short
 # name for a long past. That is chapter 2.
 #
-# ## Exercise
+# ## Exercises
+#
+# ### Exercise 1
 #
 # A request with a prompt of 1,000 tokens and 50 output tokens runs with a KV cache, in
-# the model above, at 16 bit. How many token-forwards does it cost, and how many bytes
-# of K/V does it hold just before it ends? (Mind the last token.)
+# the shape above (24 layers, 2 K/V heads of 64), at 16 bit. How many token-forwards does it cost,
+# and how many bytes of K/V does it hold just before it ends? Give `forwards` and `held_bytes`, and
+# mind the last token.
 
 # %% tags=["solution"]
 forwards = 1000 + (50 - 1)
@@ -413,20 +711,74 @@ print(f"{forwards:,} token-forwards, {held_bytes:,} bytes")
 assert (forwards, held_bytes) == (1049, 1049 * 12_288)
 
 # %% [markdown]
-# Every token that went through the model left one entry; the last output token never
-# went in, so it has none. Remember that: *after g output tokens of a p-token prompt,
-# p + g − 1 tokens have keys and values.* It decides which pages are complete in
-# chapter 4.
+# ### Exercise 2
+#
+# Write `reusable(old, new)`: how many tokens of the prompt `new` need not be computed, if
+# the K/V of all tokens of `old` are in memory? There must be logits at the end.
+
+
+# %% tags=["solution"]
+def reusable(old: list[int], new: list[int]) -> int:
+    same = 0
+    while same < min(len(old), len(new)) and old[same] == new[same]:
+        same += 1
+    return min(same, len(new) - 1)
+
+
+# %%
+assert reusable([1, 2, 3, 4, 5], [1, 2, 9, 4, 5]) == 2
+assert reusable([1, 2, 3], [1, 2, 3, 4]) == 3
+assert reusable([1, 2, 3, 4], [1, 2, 3]) == 2 and reusable([1, 2], [1, 2]) == 1
+
+# %% [markdown]
+# Tokens 4 and 5 of the first pair are equal and stand in equal places, and are lost all the same.
+#
+# ### Exercise 3
+#
+# Somebody edits prompts cheaply: to delete token 2 of a prompt, they delete row 2 of each layer's
+# memory, and go on. Compare with the prompt that never had that token, `without_2`. For each of
+# the three layers: which of the 7 rows left in memory are what they should be? Give `right`, a list
+# of bools for each layer.
+
+# %% tags=["solution"]
+edited, clean = model.nothing(), model.nothing()
+without_2 = [*prompt[:2], *prompt[3:8]]
+model.forward(prompt[:8], edited)
+model.forward(without_2, clean)
+edited = [torch.cat([layer[:2], layer[3:]]) for layer in edited]
+right = [
+    [torch.allclose(*both) for both in zip(*layers, strict=True)]
+    for layers in zip(edited, clean, strict=True)
+]
+print(right)
+
+# %%
+assert right == [[True] * 7, [True] * 2 + [False] * 5, [True] * 2 + [False] * 5]
+
+# %% [markdown]
+# The row is gone, and what the token said to those behind it is not. Deleting from the cache is
+# not deleting from the prompt. This is why engines that drop old tokens to save memory change the
+# answer, and why ours gives memory back from the *end* of a prefix only.
 #
 # ## The pen
 #
 # The pictures of this book are drawn by the chapters' own code, from the runs that you
-# see. Two shapes are enough: rows of cells (page tables, hash chains, schedules over
-# time) and trees. A cell's colour says which state a page is in, and it is the same
-# colour in every chapter (chapter 4 explains the states). Two more colours show work: prompt
-# tokens being computed, and output tokens being decoded. Skip this section freely.
+# see. A cell's colour says which state a page is in, and it is the same colour in every chapter
+# (chapter 4 explains the states). Two more colours show work: prompt tokens being computed, and
+# output tokens being decoded. The pen itself is 200 lines about rectangles, folded away below.
 
-# %% export="drawing.py"
+# %% tags=["hide-input"]
+draw_rows(
+    [
+        ("page states", [(i, 1, each, each) for i, each in enumerate(PAGE_STATES)]),
+        ("work", [(0, 1, "computed", "computed"), (1, 1, "decoded", "decoded")]),
+    ],
+    unit=84,
+    caption="The colours of the page states, and of the two kinds of work, in every picture "
+    "of the book. 'lost' marks what could have been reused and was not.",
+)
+
+# %% export="drawing.py" tags=["hide-input"]
 """Small SVG pictures from runs: rows of cells, trees, and steps through them.
 
 One colour per page state and per kind of work, given as CSS variables with a fallback,
@@ -454,6 +806,7 @@ COLOURS = {  # what a cell shows -> its colour where no theme sets the variable
 CHAR = 6.7  # the width of a character at size 12, in pixels
 
 
+# %% export="drawing.py" tags=["hide-input"]
 @dataclass
 class Picture:
     """An SVG under construction. Shows itself in a notebook."""
@@ -499,6 +852,9 @@ class Picture:
         )
         self._grow(max(x1, x2), max(y1, y2))
 
+
+# %% export="drawing.py" tags=["hide-input"]
+class Picture(Picture):
     def svg(self) -> str:
         """Return the picture as one SVG element."""
         size = f"{self.width + 8:.0f} {self.height + 8:.0f}"
@@ -516,6 +872,7 @@ class Picture:
         return f"<figure>{self.svg()}<figcaption>{words}</figcaption></figure>"
 
 
+# %% export="drawing.py" tags=["hide-input"]
 Cell = tuple[float, float, str, str]  # start, length, page state, words
 
 
@@ -541,7 +898,8 @@ def draw_rows(
 # takes as long as the work in it, so a step with a prompt is drawn wider than one in which
 # everybody decodes a token.
 
-# %% export="drawing.py"
+
+# %% export="drawing.py" tags=["hide-input"]
 Step = Sequence[tuple[str, int, int]]  # chunks: request id, first position, tokens
 
 
@@ -568,7 +926,7 @@ def rows_of_steps(steps: Iterable[Step]) -> dict[str, list[Cell]]:
     return rows
 
 
-# %% export="drawing.py"
+# %% export="drawing.py" tags=["hide-input"]
 @dataclass(frozen=True)
 class Branch:
     """A node of a tree picture: lines of words, a page state, children."""
@@ -611,7 +969,8 @@ def _place(
 # Memory over time is rows again: a column for each page, a row for each moment. An engine
 # tells what happens to which pages; what it tells decides the colour.
 
-# %% export="drawing.py"
+
+# %% export="drawing.py" tags=["hide-input"]
 BECOMES = {  # an event of the cache -> the state of its pages from then on
     "allocate": "private",
     "publish": "published",
@@ -639,7 +998,7 @@ def page_states(
 # and the arrow keys lead to the next one.
 
 
-# %% export="drawing.py"
+# %% export="drawing.py" tags=["hide-input"]
 @dataclass
 class Steps:
     """Pictures of one thing at several moments, drawn to one scale."""
@@ -654,15 +1013,3 @@ class Steps:
             frame._grow(right, bottom)
             shown.append(f"<div{' hidden' if i else ''}>{frame._repr_html_()}</div>")
         return f'<div class="steps">{"".join(shown)}</div>'
-
-
-# %%
-draw_rows(
-    [
-        ("page states", [(i, 1, each, each) for i, each in enumerate(PAGE_STATES)]),
-        ("work", [(0, 1, "computed", "computed"), (1, 1, "decoded", "decoded")]),
-    ],
-    unit=84,
-    caption="The colours of the page states, and of the two kinds of work, in every picture "
-    "of the book. 'lost' marks what could have been reused and was not.",
-)

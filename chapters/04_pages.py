@@ -400,6 +400,7 @@ class EventLog:
 
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from minivllm.hashing import names_after, page_name, root_hash
@@ -824,7 +825,8 @@ class PrefixCache:
     ) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.page_size = page_size
-        self.index: PageIndex = INDEXES[index](page_size, eviction)
+        self._new_index = partial(INDEXES[index], page_size, eviction)
+        self.index: PageIndex = self._new_index()
         self.observer = observer
         self.leases: set[Lease] = set()
         self.published_tokens = 0
@@ -1043,7 +1045,8 @@ class PrefixCache(PrefixCache):
         published = own if slots == given else [slot // size for slot in slots]
         lease.num_offered, lease.num_shared = end, start + len(published)
         lease.pages[start : lease.num_shared] = published
-        self._free([a for a, b in zip(own, published, strict=False) if a != b])
+        if published != own:
+            self._free([a for a, b in zip(own, published, strict=False) if a != b])
         self.published_tokens += len(slots) * size - num_known
         self.observer("publish", pages=published[num_known // size :])
 
@@ -1074,6 +1077,11 @@ class PrefixCache(PrefixCache):
         self.index.unlock(lease.handle)
         self.leases.remove(lease)
         lease.pages, lease.num_shared = [], 0
+
+    def start_over(self) -> None:
+        """Forget every page and every lease, whatever state they are in."""
+        self.pool = PagePool(self.pool.num_pages, self.page_size)
+        self.index, self.leases = self._new_index(), set()
 
     def reset(self) -> bool:
         """Forget everything published. False, and no change, while a lease is held."""

@@ -211,6 +211,8 @@ def _refuse(folder: Path, raw: dict[str, Any]) -> None:
         "attention_bias": raw.get("attention_bias"),
         "mlp_bias": raw.get("mlp_bias"),
         "use_sliding_window": raw.get("use_sliding_window"),
+        "layer_types other than full_attention": set(raw.get("layer_types") or ())
+        - {"full_attention"},
         "quantization_config": raw.get("quantization_config"),
         f"hidden_act={raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
     }
@@ -770,6 +772,7 @@ from torch import Tensor
 
 from minivllm.batch import Chunk
 from minivllm.request import SamplingParams
+from minivllm.runner import greedy
 
 GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 
@@ -781,10 +784,10 @@ class Sampler:
         self.seed = seed
 
     def __call__(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-        """Logits [chunks, vocab] -> one token id for each chunk."""
-        best: list[int] = logits.argmax(-1).tolist()
+        """Logits [chunks, vocab] -> one token id for each chunk; -1 for NaN."""
+        best = greedy(logits, chunks)
         for i, chunk in enumerate(chunks):
-            if chunk.params.temperature >= GREEDY_BELOW:
+            if best[i] >= 0 and chunk.params.temperature >= GREEDY_BELOW:
                 best[i] = self._draw(logits[i].float().cpu(), chunk)
         return best
 

@@ -486,7 +486,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from functools import cache
+from importlib import import_module
 from inspect import Parameter, signature
+from pkgutil import iter_modules
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
@@ -587,10 +590,26 @@ def show(output: dict[str, Any], as_json: bool) -> None:
     print(f"  ({size} prompt tokens, {cached} of them cached)", file=sys.stderr)
 
 
+# %% [markdown]
+# Later chapters bring commands of their own, and this module must not know their names. So it
+# asks the package's folder: whoever has a command puts it in a module `command_...` and adds
+# it there. A chapter that is not written yet is not missed.
+
+
+# %% export="cli.py"
+@cache
+def add_commands() -> None:
+    """Let each module `command_*` of the package add its commands, once."""
+    for found in iter_modules(import_module("minivllm").__path__, "minivllm."):
+        if found.name.startswith("minivllm.command_"):
+            import_module(found.name).add_to(app)
+
+
 # %% export="cli.py"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; a foreseeable fault is one line on stderr and exit code 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    add_commands()
     try:
         code = app(given or ["--help"], standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):

@@ -147,7 +147,9 @@ def cell_parts(
     elif "live" in tags:
         yield live([*shown, *results], source.path.parent.parent)
     elif "hide-input" in tags:
-        yield from [*results, fold("The code of this picture", shown)]
+        name = source.meta.get("export")
+        words = f"This part of minivllm/{name}" if name else "The code of this picture"
+        yield from [*results, fold(words, shown)]
     else:
         yield from [*shown, *results]
 

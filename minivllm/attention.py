@@ -1,5 +1,7 @@
-# Exported from chapters/05_model.py (c2aae468): edit the chapter.
+# Exported from chapters/05_model.py (0a775a2c): edit the chapter.
 """Attention that reads keys and values through page tables."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,18 +46,21 @@ def plan_batch(
     write_slots: list[int] = []
     plans: list[ChunkPlan] = []
     for chunk in chunks:
-        row, new = len(positions), range(chunk.start, chunk.end)
-        positions += new
-        for i in new:
-            page, offset = divmod(i, page_size)
-            owned = page >= chunk.num_shared
-            write_slots.append(
-                (chunk.pages[page] if owned else scratch_page) * page_size + offset
-            )
-        rows = slice(row, row + len(new))
+        first = len(positions)
+        positions += range(chunk.start, chunk.end)
+        write_slots += _write_slots(chunk, page_size, scratch_page)
+        rows = slice(first, len(positions))
         context = _context_slots(chunk, page_size, device)
         plans.append(ChunkPlan(rows, context, _causal_mask(chunk, device)))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
+
+
+def _write_slots(chunk: Chunk, page_size: int, scratch_page: int) -> list[int]:
+    """A slot for each new token: in its own page, or in scratch for a shared one."""
+    own = chunk.pages[chunk.num_shared :]
+    table = [*([scratch_page] * chunk.num_shared), *own]
+    new = range(chunk.start, chunk.end)
+    return [table[i // page_size] * page_size + i % page_size for i in new]
 
 
 def _longs(numbers: Sequence[int], device: torch.device) -> Tensor:

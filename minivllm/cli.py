@@ -1,11 +1,14 @@
-# Exported from chapters/14_llm.py (474f7b6b): edit the chapter.
+# Exported from chapters/14_llm.py (1f42bb4d): edit the chapter.
 """The command line: `minivllm generate`."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from functools import cache
+from importlib import import_module
 from inspect import Parameter, signature
+from pkgutil import iter_modules
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
@@ -96,9 +99,18 @@ def show(output: dict[str, Any], as_json: bool) -> None:
     print(f"  ({size} prompt tokens, {cached} of them cached)", file=sys.stderr)
 
 
+@cache
+def add_commands() -> None:
+    """Let each module `command_*` of the package add its commands, once."""
+    for found in iter_modules(import_module("minivllm").__path__, "minivllm."):
+        if found.name.startswith("minivllm.command_"):
+            import_module(found.name).add_to(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; a foreseeable fault is one line on stderr and exit code 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    add_commands()
     try:
         code = app(given or ["--help"], standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):

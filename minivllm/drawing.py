@@ -1,10 +1,12 @@
-# Exported from chapters/01_kv_cache.py (9a7aa8e2): edit the chapter.
+# Exported from chapters/01_kv_cache.py (26aea9ea): edit the chapter.
 """Small SVG pictures from runs: rows of cells, trees, and steps through them.
 
 One colour per page state and per kind of work, given as CSS variables with a fallback,
 so that the site's light and dark themes can set them and a notebook elsewhere still
 shows them.
 """
+
+from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -140,7 +142,7 @@ class Branch:
 
     words: str
     state: str = "plain"
-    children: Sequence["Branch"] = ()
+    children: Sequence[Branch] = ()
 
 
 def draw_tree(root: Branch, *, caption: str = "") -> Picture:

@@ -1,11 +1,12 @@
-# Exported from chapters/07_engine.py (998d944c): edit the chapter.
+# Exported from chapters/07_engine.py (f6ad9674): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -95,7 +96,10 @@ class PublishEachStep:
 
 
 class Coordinator(Protocol):
-    """Who waits for whom. Returned ids are followers that may be scheduled now."""
+    """Who waits for whom. Returned ids are followers that may be scheduled now.
+
+    Told of an id that it does not know, it raises a `LookupError`.
+    """
 
     def admit(
         self, request_id: str, token_ids: TokenIds, extra_key: ExtraKey = None
@@ -125,9 +129,7 @@ class Independent:
         """Nobody waited."""
         return []
 
-    def finished(self, request_id: str) -> list[str]:
-        """Nobody waited."""
-        return []
+    finished = prefilled
 
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """Nobody follows."""
@@ -152,6 +154,7 @@ class Progress:
     metrics: RequestMetrics
     held: bool = False
     finish_reason: str | None = None
+    prompt_ids: list[int] | None = None  # made once, at the first output
 
 
 class Engine:
@@ -178,6 +181,8 @@ class Engine:
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
         self._live: dict[str, Progress] = {}
+        self._lost: dict[str, Progress] = {}  # ended by a change that was cut short
+        self._cut_short = False
         self._num_submitted = 0
 
     def check(self, token_ids: TokenIds, params: SamplingParams) -> int:
@@ -192,12 +197,9 @@ class Engine:
                 f"the prompt has {size} tokens and the model's context {context}: "
                 "no room for an output token"
             )
-        if params.max_tokens is None:  # as far as context and pool reach
-            pool = self.scheduler.cache.pool
-            room = max(1, pool.num_pages * pool.page_size - size + 1)
-            max_output = min(context - size, room)
-        else:
-            max_output = min(params.max_tokens, context - size)
+        pool = self.scheduler.cache.pool
+        room = max(1, pool.num_pages * pool.page_size - size + 1)
+        max_output = min(params.max_tokens or room, context - size)
         self._check_footprint(size + max_output - 1)
         return max_output
 
@@ -226,44 +228,49 @@ class Engine:
         priority: int = 0,
     ) -> str:
         """Queue a prompt; return its request id. `ValueError` names a fault."""
-        ids, params = (
-            encode_ids(token_ids)[:],
-            params or SamplingParams(),
-        )  # our own copy
+        ids = encode_ids(token_ids)[:]  # our own copy
+        params = params or SamplingParams()
         max_output = self.check(ids, params)
         check_extra_key(extra_key)
         if type(priority) is not int:
             raise ValueError(f"priority must be a whole number, not {priority!r}")
-        request_id, now = str(self._num_submitted), self.clock.now()
-        number = self._num_submitted
-        request = Request(request_id, ids, params, extra_key, priority, number, now)
+        number, now = self._num_submitted, self.clock.now()
+        request = Request(str(number), ids, params, extra_key, priority, number, now)
         state = RequestState(request, ids[:], max_output)
         progress = Progress(state, self.writers(ids, params), RequestMetrics(now))
-        progress.held = self.coordinator.admit(request_id, ids, extra_key) == "follower"
-        self._live[request_id] = progress
+        with self._change():
+            self._enter(progress)
+        return request.request_id
+
+    def _enter(self, progress: Progress) -> None:
+        state, request = progress.state, progress.state.request
+        request_id, ids = request.request_id, request.prompt_token_ids
         self._num_submitted += 1
+        self._live[request_id] = progress
+        role = self.coordinator.admit(request_id, ids, request.extra_key)
+        progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
         self.observer("submit", request_id=request_id, held=progress.held)
-        return request_id
 
     def has_unfinished(self) -> bool:
-        """Whether any request is still to be worked on."""
-        return bool(self._live)
+        """Whether any request is still to be worked on, or to be reported."""
+        return bool(self._live or self._lost)
 
     def step(self) -> list[RequestOutput]:
         """One forward pass for those scheduled; the outputs of those that advanced."""
-        batch = self.scheduler.schedule()
-        if not batch:
-            return []
+        with self._change():
+            batch = self.scheduler.schedule()
         try:
-            tokens = self.runner.run(batch)
+            tokens = self.runner.run(batch) if batch else []
         except Exception:
             logger.exception("the forward pass failed; its %d requests end", len(batch))
             return [self._end(self._live[c.request_id], "error") for c in batch]
-        advanced = self._commit(batch, tokens)
-        self._publish(batch, advanced)
-        return [self._output(progress) for progress in advanced]
+        with self._change():
+            advanced = self._commit(batch, tokens)
+            self._publish(batch, advanced)
+        lost, self._lost = self._lost, {}
+        return [self._output(p) for p in [*lost.values(), *advanced]]
 
     def _commit(
         self, batch: Sequence[Chunk], tokens: Sequence[int | None]
@@ -279,47 +286,50 @@ class Engine:
         return advanced
 
     def _append(self, progress: Progress, token: int) -> None:
-        state, now = progress.state, self.clock.now()
-        state.tokens.append(token)
+        progress.state.tokens.append(token)
         if progress.metrics.first_token_s is None:
+            now = self.clock.now()
             progress.metrics = replace(progress.metrics, first_token_s=now)
-        params = state.request.params
-        ends = frozenset() if params.ignore_eos else self.limits.eos_token_ids
-        if self._push(progress, token):
-            pass  # the writer decided
-        elif token in ends or token in (params.stop_token_ids or ()):
-            progress.finish_reason = "stop"
-        elif state.num_output >= state.max_output:
-            progress.finish_reason = "length"
+        progress.finish_reason = self._why_last(progress, token)
 
-    def _push(self, progress: Progress, token: int) -> bool:
-        """Feed the writer; one that breaks ends its own request and no other."""
+    def _why_last(self, progress: Progress, token: int) -> str | None:
+        """Why this output token is the last one; None if it is not."""
+        state, params = progress.state, progress.state.request.params
         try:
             if progress.writer.push(token):
-                progress.finish_reason = "stop"
-        except Exception:
+                return "stop"
+        except Exception:  # it ends its own request and no other
             logger.exception("the text of a request cannot be written; it ends")
-            progress.finish_reason = "error"
-        return progress.finish_reason is not None
+            return "error"
+        ends = () if params.ignore_eos else self.limits.eos_token_ids
+        if token in ends or token in (params.stop_token_ids or ()):
+            return "stop"
+        return "length" if state.num_output >= state.max_output else None
 
     def _publish(self, batch: Sequence[Chunk], advanced: Sequence[Progress]) -> None:
         """First everything becomes visible, then those who waited for it are told."""
         for chunk in batch:
-            progress = self._live[chunk.request_id]
-            if progress.finish_reason is None:
-                state = progress.state
-                assert state.lease is not None
-                num_visible = self.publisher.num_visible(state)
-                self.scheduler.cache.publish(state.lease, state.tokens, num_visible)
+            self._show(self._live[chunk.request_id])
+        for progress in advanced:
+            self._tell(progress)
         for progress in advanced:
             if progress.finish_reason:
-                self._forget(progress)
-        for progress in advanced:
-            request_id = progress.state.request.request_id
-            if progress.state.num_output == 1:
-                self._release(self.coordinator.prefilled(request_id))
-            if progress.finish_reason:
-                self._release(self.coordinator.finished(request_id))
+                del self._live[progress.state.request.request_id]
+
+    def _show(self, progress: Progress) -> None:
+        state, cache = progress.state, self.scheduler.cache
+        if progress.finish_reason:
+            self.scheduler.finish(state, progress.finish_reason)
+        elif state.lease:
+            num_visible = self.publisher.num_visible(state)
+            cache.publish(state.lease, state.tokens, num_visible)
+
+    def _tell(self, progress: Progress) -> None:
+        request_id = progress.state.request.request_id
+        if progress.state.num_output == 1:
+            self._release(self.coordinator.prefilled(request_id))
+        if progress.finish_reason:
+            self._release(self.coordinator.finished(request_id))
 
     def _release(self, request_ids: Sequence[str]) -> None:
         """Let followers run: they queue at their place of arrival."""
@@ -327,42 +337,59 @@ class Engine:
             self._live[request_id].held = False
             self.scheduler.add(self._live[request_id].state)
 
-    def _forget(self, progress: Progress) -> None:
-        """Give back everything that a request holds. Its end is now."""
-        progress.metrics = replace(progress.metrics, finished_s=self.clock.now())
-        if not progress.held:
-            self.scheduler.finish(progress.state, str(progress.finish_reason))
-        del self._live[progress.state.request.request_id]
-
-    def _end(self, progress: Progress, reason: str) -> RequestOutput:
-        """End a request before its time."""
-        progress.finish_reason = reason
-        self._forget(progress)
-        leader, released = self.coordinator.aborted(progress.state.request.request_id)
-        self._release([*([leader] if leader else []), *released])
-        return self._output(progress)
-
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is unknown or has ended."""
+        self._mend()
+        if lost := self._lost.pop(request_id, None):
+            return self._output(lost)
         progress = self._live.get(request_id)
         return None if progress is None else self._end(progress, "abort")
 
+    def _end(self, progress: Progress, reason: str) -> RequestOutput:
+        """End a request before its time, and give back everything that it holds."""
+        request_id = progress.state.request.request_id
+        with self._change():
+            progress.finish_reason = reason
+            if not progress.held:
+                self.scheduler.finish(progress.state, reason)
+            leader, released = self.coordinator.aborted(request_id)
+            self._release([*([leader] if leader else []), *released])
+            del self._live[request_id]
+        return self._output(progress)
+
     def _output(self, progress: Progress) -> RequestOutput:
-        state, finished = progress.state, progress.finish_reason is not None
-        completion = CompletionOutput(
-            0,
-            progress.writer.text(finished),
-            list(state.tokens[len(state.request.prompt_token_ids) :]),
-            progress.finish_reason,
-        )
-        return RequestOutput(
-            state.request.request_id,
-            list(state.request.prompt_token_ids),
-            state.num_cached_tokens or 0,
-            [completion],
-            finished,
-            progress.metrics,
-        )
+        state, reason = progress.state, progress.finish_reason
+        if progress.prompt_ids is None:
+            progress.prompt_ids = list(state.request.prompt_token_ids)
+        prompt_ids = progress.prompt_ids.copy()
+        output_ids = list(state.tokens[len(prompt_ids) :])
+        text = progress.writer.text(reason is not None)
+        metrics, cached = progress.metrics, state.num_cached_tokens or 0
+        if reason is not None:
+            metrics = replace(metrics, finished_s=self.clock.now())
+        done = [CompletionOutput(0, text, output_ids, reason)]
+        name, finished = state.request.request_id, reason is not None
+        return RequestOutput(name, prompt_ids, cached, done, finished, metrics)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Around each change of state: one that is cut short leaves its mark."""
+        self._mend()
+        self._cut_short = True
+        yield
+        self._cut_short = False
+
+    def _mend(self) -> None:
+        """After a change that was cut short every request ends, no page is trusted."""
+        if not self._cut_short:
+            return
+        self.scheduler.start_over()
+        for request_id, progress in reversed(self._live.items()):  # followers first
+            progress.finish_reason = progress.finish_reason or "error"
+            with suppress(LookupError):  # it may not have come so far, or have left
+                self.coordinator.aborted(request_id)
+        self._lost, self._live = self._lost | self._live, {}
+        self._cut_short = False
 
     def stats(self) -> dict[str, int]:
         """Pages, queues and counters, by name."""
@@ -371,4 +398,5 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all published pages. False, and no change, while a request runs."""
+        self._mend()
         return self.scheduler.cache.reset()

@@ -1,4 +1,4 @@
-# Exported from chapters/02_hashing.py (38b183f9): edit the chapter.
+# Exported from chapters/02_hashing.py (95d1c348): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
@@ -60,10 +60,7 @@ def extend_hashes(
 
 def names_after(past: bytes, data: bytes, num_bytes: int) -> list[bytes]:
     """Names of the whole pages in `data`, of `num_bytes` each, that follow `past`."""
-    names = []
-    for start in range(0, len(data) - num_bytes + 1, num_bytes):
-        name = _EMPTY.copy()  # as `page_name` does, without a call for each page
-        name.update(past + data[start : start + num_bytes])
-        past = name.digest()
-        names.append(past)
-    return names
+    return [
+        past := page_name(past, data[start : start + num_bytes])
+        for start in range(0, len(data) - num_bytes + 1, num_bytes)
+    ]

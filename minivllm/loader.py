@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (ab3389b7): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (7b7288aa): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -149,6 +149,8 @@ def _refuse(folder: Path, raw: dict[str, Any]) -> None:
         "attention_bias": raw.get("attention_bias"),
         "mlp_bias": raw.get("mlp_bias"),
         "use_sliding_window": raw.get("use_sliding_window"),
+        "layer_types other than full_attention": set(raw.get("layer_types") or ())
+        - {"full_attention"},
         "quantization_config": raw.get("quantization_config"),
         f"hidden_act={raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
     }

@@ -1,9 +1,11 @@
-# Exported from chapters/05_model.py (2ffa4da9): edit the chapter.
+# Exported from chapters/05_model.py (f015ff18): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
 matter of copying.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (c195519f): edit the chapter.
+# Exported from chapters/03_radix.py (f55f31be): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -26,7 +26,7 @@ class Slots(Sequence[int]):
 
     __slots__ = ("first_slots", "page_size")
 
-    def __init__(self, first_slots: Sequence[int], page_size: int) -> None:
+    def __init__(self, first_slots: array[int], page_size: int) -> None:
         self.first_slots = first_slots
         self.page_size = page_size
 
@@ -162,22 +162,12 @@ class RadixCache:
         at, step = 0, self._step
         while child := node.children.get(key[at : at + step]):
             if not key.startswith(child.key, at):
-                agree = self._agreement(child.key, key[at:])
-                firsts += child.first_slots[: agree // step]
-                return child, agree
+                num_pages = shared_pages(child.key, key[at : at + len(child.key)], step)
+                firsts += child.first_slots[:num_pages]
+                return child, num_pages * step
             firsts += child.first_slots
             node, at = child, at + len(child.key)
         return node, len(node.key)
-
-    def _agreement(self, edge: bytes, key: bytes) -> int:
-        """How many bytes, in whole pages, two runs with equal first pages share."""
-        low, high = 1, min(len(edge), len(key)) // self._step
-        while low < high:
-            middle = (low + high + 1) // 2
-            end = middle * self._step
-            same = edge[:end] == key[:end]
-            low, high = (middle, high) if same else (low, middle - 1)
-        return low * self._step
 
     def insert(
         self, token_ids: TokenIds, kv_indices: Sequence[int], extra_key: ExtraKey = None
@@ -194,27 +184,26 @@ class RadixCache:
             return 0
         key = token_bytes(token_ids)[: num_pages * self._step]
         self._clock += 1
-        end, known, _ = self._enter(self._root(extra_key), key, firsts)
+        end, known = self._enter(self._root(extra_key), key, firsts)
         end.num_hits += 1
         self._settle(end)
-        return known * self.page_size
+        return len(known) * self.page_size
 
     def _enter(
         self, node: Node, key: bytes, first_slots: array[int], num_own_locks: int = 0
-    ) -> tuple[Node, int, array[int]]:
+    ) -> tuple[Node, array[int]]:
         """Add what is missing below a node, and refresh the path.
 
-        Returns the end, how many pages were known, and where all of them lie now.
+        Returns the end, and the first slots of the pages that were known.
         """
-        slots = array("i")
-        end = self._node_at(self._walk(node, key, slots))
+        known = array("i")
+        end = self._node_at(self._walk(node, key, known))
         end.last_access = self._clock
-        known, size = len(slots), self.total_size
-        if known < len(first_slots):
-            more, own = first_slots[known:], num_own_locks if end is node else 0
-            end = self._add(end, key[known * self._step :], more, own)
-            slots += more[: (self.total_size - size) // self.page_size]
-        return end, known, slots
+        if len(known) < len(first_slots):
+            own = num_own_locks if end is node else 0
+            rest = key[len(known) * self._step :]
+            end = self._add(end, rest, first_slots[len(known) :], own)
+        return end, known
 
     def _node_at(self, end: End) -> Node:
         """The node that ends at a place; cuts the node that goes on there."""
@@ -228,22 +217,26 @@ class RadixCache:
             root = self._roots[extra_key] = Root(b"", array("i"), extra_key=extra_key)
         return root
 
-    def _add(
-        self, parent: Node, key: bytes, first_slots: array[int], num_own_locks: int
-    ) -> Node:
-        """Hang pages on a node as a new leaf, or let a leaf grow; returns the end."""
-        now = self._clock
-        leaf = Node(key, first_slots, parent, last_access=now, created=now)
-        self._num_changes += 1
-        self.total_size += len(key) // 4
-        alone = not parent.children and parent.locks == num_own_locks and parent.key
-        if alone and self._priority(parent) == self._priority(leaf):
-            parent.key += key
-            parent.first_slots += first_slots
-            self.protected_size += len(key) // 4 * num_own_locks
-            return parent
-        parent.children[key[: self._step]] = leaf
-        return leaf
+    def _settle(self, node: Node) -> None:
+        """A node is new, or lost a child or a lock: is it free to go, or empty, now?"""
+        if isinstance(node, Root) and not node.children and not node.locks:
+            self._num_changes += 1
+            self._roots.pop(node.extra_key, None)
+        self._leaves.push(node)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents first."""
+        stack: list[Node] = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            if node.parent is not None:
+                yield node
+
+    def pages(self) -> list[int]:
+        """The pages of all cached tokens, for slots given out in whole pages."""
+        firsts = chain.from_iterable(node.first_slots for node in self.nodes())
+        return [slot // self.page_size for slot in firsts]
 
     def _split(self, node: Node, num_bytes: int) -> Node:
         """Cut a node after `num_bytes`; return the new upper half.
@@ -265,6 +258,23 @@ class RadixCache:
         upper.children[node.key[: self._step]] = node
         return upper
 
+    def _add(
+        self, parent: Node, key: bytes, first_slots: array[int], num_own_locks: int
+    ) -> Node:
+        """Hang pages on a node as a new leaf, or let a leaf grow; returns the end."""
+        now = self._clock
+        leaf = Node(key, first_slots, parent, last_access=now, created=now)
+        self._num_changes += 1
+        self.total_size += len(key) // 4
+        alone = not parent.children and parent.locks == num_own_locks and parent.key
+        if alone and self._priority(parent) == self._priority(leaf):
+            parent.key += key
+            parent.first_slots += first_slots
+            self.protected_size += len(key) // 4 * num_own_locks
+            return parent
+        parent.children[key[: self._step]] = leaf
+        return leaf
+
     def evict(self, num_tokens: int) -> list[int]:
         """Forget at least `num_tokens` tokens (an int), in whole pages; their slots.
 
@@ -272,7 +282,8 @@ class RadixCache:
         has locked. The caller gets the slots back and may reuse them at once.
         """
         num_pages = -(-index(num_tokens) // self.page_size)
-        return list(Slots(self.evict_pages(num_pages), self.page_size))
+        firsts = array("i", self.evict_pages(num_pages))
+        return list(Slots(firsts, self.page_size))
 
     def evict_pages(self, num_pages: int) -> list[int]:
         """`evict` counted in pages; returns the first slot of each page."""
@@ -298,13 +309,6 @@ class RadixCache:
         parent.last_access = max(parent.last_access, leaf.last_access)
         parent.num_hits += leaf.num_hits
         self._settle(parent)
-
-    def _settle(self, node: Node) -> None:
-        """A node is new, or lost a child or a lock: is it free to go, or empty, now?"""
-        if isinstance(node, Root) and not node.children and not node.locks:
-            self._num_changes += 1
-            self._roots.pop(node.extra_key, None)
-        self._leaves.push(node)
 
     def lock(self, match: Match) -> Handle:
         """Protect exactly the matched tokens from eviction, and refresh their path.
@@ -369,12 +373,15 @@ class RadixCache:
         node = self._locked(handle)
         self._clock += 1
         key = token_bytes(token_ids)[: len(first_slots) * self._step]
-        end, known, slots = self._enter(node, key, first_slots, num_own_locks=1)
+        size = self.total_size
+        end, known = self._enter(node, key, first_slots, num_own_locks=1)
         if end is not node:
             self._pin(end)
             self._unpin(node)
             handle.node = end
-        return known * self.page_size, slots
+        num_pages = len(known) + (self.total_size - size) // self.page_size
+        slots = known + first_slots[len(known) : num_pages]
+        return len(known) * self.page_size, slots
 
     def evictable_len(self, match: Match) -> int:
         """How many tokens of a match nobody has locked: a lock would pin them."""
@@ -388,20 +395,6 @@ class RadixCache:
             node = node.parent
             num_bytes = len(node.key) if node else 0
         return num_tokens
-
-    def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots, parents first."""
-        stack: list[Node] = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            stack += node.children.values()
-            if node.parent is not None:
-                yield node
-
-    def pages(self) -> list[int]:
-        """The pages of all cached tokens, for slots given out in whole pages."""
-        firsts = chain.from_iterable(node.first_slots for node in self.nodes())
-        return [slot // self.page_size for slot in firsts]
 
     def check(self) -> None:
         """Assert every invariant of the tree. For tests: walks all of it."""
@@ -420,13 +413,26 @@ class RadixCache:
         assert (total, protected) == (self.total_size, self.protected_size)
 
 
+def shared_pages(one: bytes, other: bytes, step: int) -> int:
+    """How many pages, of `step` bytes each, two runs have in common."""
+    low, high = 0, min(len(one), len(other)) // step
+    while low < high:  # the first `low` pages agree, `high` and what follows may not
+        middle = (low + high + 1) // 2
+        part = slice(low * step, middle * step)
+        if one[part] == other[part]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def first_slots_of(slots: Sequence[int], num_pages: int, page_size: int) -> array[int]:
     """The first slot of each page; `ValueError` if a page's are not consecutive."""
     size, end = page_size, num_pages * page_size
     if len(slots) < end:
         raise ValueError(f"{len(slots)} slots for {end} tokens")
     if type(slots) is Slots and slots.page_size == size:
-        return array("i", slots.first_slots[:num_pages])
+        return slots.first_slots[:num_pages]
     firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
     if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
         raise ValueError("the slots of one page must be consecutive")

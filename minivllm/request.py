@@ -1,9 +1,11 @@
-# Exported from chapters/01_kv_cache.py (fb1fc193): edit the chapter.
+# Exported from chapters/01_kv_cache.py (90756188): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
 its owner: pages with the prefix cache, queues with the scheduler.
 """
+
+from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -14,7 +16,7 @@ TokenIds = Sequence[int]  # any sequence of ints, or an encoded array("i")
 ExtraKey = str | bytes | int | tuple[object, ...] | None
 
 
-def encode_ids(token_ids: TokenIds) -> "array[int]":
+def encode_ids(token_ids: TokenIds) -> array[int]:
     """Return the ids as an array of 32-bit ints; an `array("i")` comes back as it is.
 
     Converting a list costs more than looking its prefix up, so a request does it once.
@@ -123,7 +125,7 @@ class Request:
     """One prompt to continue. `arrival` numbers requests in the order they came."""
 
     request_id: str
-    prompt_token_ids: "array[int]"
+    prompt_token_ids: array[int]
     params: SamplingParams
     extra_key: ExtraKey = None
     priority: int = 0

@@ -1,9 +1,10 @@
-# Exported from chapters/05_model.py (4dc88efb): edit the chapter.
+# Exported from chapters/05_model.py (1c43cb34): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,14 +14,13 @@ from minivllm.attention import PagedAttention, plan_batch
 from minivllm.batch import Chunk
 from minivllm.model import Decoder
 
-Sampler = Callable[
-    [Tensor, Sequence[Chunk]], list[int]
-]  # logits [chunks, vocab] -> ids
+Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
 
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-    """Choose the token with the largest logit."""
-    return logits.argmax(-1).tolist()
+    """Choose the token with the largest logit; -1 where the logits are not numbers."""
+    best = logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
+    return cast(list[int], best.tolist())
 
 
 class ModelRunner:
@@ -37,24 +37,20 @@ class ModelRunner:
         self.device = weight.device
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
+        empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
         self.memory = [
-            PagedAttention(
-                *(
-                    torch.empty(shape, dtype=weight.dtype, device=self.device)
-                    for _ in range(2)
-                )
-            )
-            for _ in range(config.num_layers)
+            PagedAttention(empty(), empty()) for _ in range(config.num_layers)
         ]
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
-        if logits.isnan().any():
-            raise FloatingPointError("the model's logits are not numbers")
         wanted = [chunk for chunk in chunks if chunk.samples]
-        tokens = iter(self.sampler(logits, wanted) if wanted else [])
-        return [next(tokens) if chunk.samples else None for chunk in chunks]
+        tokens = self.sampler(logits, wanted) if wanted else []
+        if min(tokens, default=0) < 0:
+            raise FloatingPointError("the model's logits are not numbers")
+        left = iter(tokens)
+        return [next(left) if chunk.samples else None for chunk in chunks]
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:

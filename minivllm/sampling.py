@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (bfb727b7): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (221704ab): edit the chapter.
 """From logits to token ids."""
 
 import math
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minivllm.batch import Chunk
 from minivllm.request import SamplingParams
+from minivllm.runner import greedy
 
 GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 
@@ -21,10 +22,10 @@ class Sampler:
         self.seed = seed
 
     def __call__(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-        """Logits [chunks, vocab] -> one token id for each chunk."""
-        best: list[int] = logits.argmax(-1).tolist()
+        """Logits [chunks, vocab] -> one token id for each chunk; -1 for NaN."""
+        best = greedy(logits, chunks)
         for i, chunk in enumerate(chunks):
-            if chunk.params.temperature >= GREEDY_BELOW:
+            if best[i] >= 0 and chunk.params.temperature >= GREEDY_BELOW:
                 best[i] = self._draw(logits[i].float().cpu(), chunk)
         return best
 

@@ -1,5 +1,9 @@
-# Exported from chapters/07_engine.py (6baa46c9): edit the chapter.
-"""Who runs in the next step, with how many tokens, and in which pages."""
+# Exported from chapters/07_engine.py (ba2ea897): edit the chapter.
+"""Who runs in the next step, with how many tokens, and in which pages.
+
+Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of tokens
+(Sarathi, 2023), and who must give way computes again later (vLLM, 2023).
+"""
 
 from __future__ import annotations
 
@@ -76,6 +80,9 @@ class ArrivalOrder:
         return unserved[-1]
 
 
+ADMISSIONS = ("optimistic", "reserve")
+
+
 @dataclass
 class Counters:
     """Sums over the engine's life. A request is looked up once, at first admission."""
@@ -87,9 +94,6 @@ class Counters:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
-
-
-ADMISSIONS = ("optimistic", "reserve")
 
 
 class Scheduler:
@@ -129,9 +133,8 @@ class Scheduler:
         preemptions = self.counters.preemptions
         batch = self._continue_running()
         if self.counters.preemptions == preemptions:  # pages are short: let nobody in
-            batch += self._admit(
-                self.max_batch_tokens - sum(len(c.token_ids) for c in batch)
-            )
+            num_tokens = sum(len(chunk.token_ids) for chunk in batch)
+            batch += self._admit(self.max_batch_tokens - num_tokens)
         sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
         self.observer("schedule", chunks=sizes)
         return batch
@@ -139,60 +142,22 @@ class Scheduler:
     def _continue_running(self) -> list[Chunk]:
         batch: list[Chunk] = []
         budget = self.max_batch_tokens
-        for state in list(self.running):
-            num_tokens = min(state.num_pending, budget) if state.lease else 0
-            if num_tokens == 0 or not self._make_room(state, num_tokens):
-                break  # no budget left, or from here on everyone was preempted
-            batch.append(self._chunk(state, num_tokens))
-            budget -= num_tokens
+        while budget and len(batch) < len(self.running):
+            state = self.running[len(batch)]  # the first that is not served yet
+            num_tokens = min(state.num_pending, budget)
+            if self._make_room(state, num_tokens, len(batch)):
+                batch.append(self._chunk(state, num_tokens))
+                budget -= num_tokens
         return batch
 
     def _chunk(self, state: RequestState, num_tokens: int) -> Chunk:
-        assert state.lease is not None
-        start, end = state.num_committed, state.num_committed + num_tokens
-        return Chunk(
-            state.request.request_id,
-            state.tokens[start:end],
-            start,
-            tuple(state.lease.pages),
-            state.lease.num_shared,
-            samples=end == len(state.tokens),
-            params=state.request.params,
-        )
-
-    def _make_room(self, state: RequestState, num_tokens: int) -> bool:
-        """Get pages for a running request; False if it was itself the victim."""
-        assert state.lease is not None
-        while True:
-            try:
-                self.cache.grow(state.lease, state.num_committed + num_tokens)
-                return True
-            except OutOfPages:
-                unserved = self.running[self.running.index(state) :]
-                victim = self.grouping.victim(unserved)
-                self._preempt(victim)
-                if victim is state:
-                    return False
-
-    def _preempt(self, state: RequestState) -> None:
-        """Back to the queue, at its old place; complete pages stay findable."""
-        self._leave(state)
-        state.num_committed = 0
-        self.counters.preemptions += 1
-        self.observer("preempt", request_id=state.request.request_id)
-        self.add(state)
-
-    def _leave(self, state: RequestState) -> None:
-        """Take a request out of whichever queue holds it, and end its lease."""
-        (self.running if state.lease else self.waiting).remove(state)
-        if state.lease:
-            self.cache.release(state.lease, state.tokens, state.num_committed)
-            state.lease = None
-
-    def finish(self, state: RequestState, reason: str) -> None:
-        """End a request, running or waiting, for whatever reason."""
-        self._leave(state)
-        self.observer("finish", request_id=state.request.request_id, reason=reason)
+        lease, start = state.lease, state.num_committed
+        assert lease is not None
+        ids = state.tokens[start : start + num_tokens]
+        pages, shared = tuple(lease.pages), lease.num_shared
+        samples = num_tokens == state.num_pending
+        name, params = state.request.request_id, state.request.params
+        return Chunk(name, ids, start, pages, shared, samples, params)
 
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
@@ -223,10 +188,42 @@ class Scheduler:
         return num_tokens
 
     def _reservable(self, state: RequestState) -> bool:
-        pages = (
-            self.cache.pages_for(s.footprint_tokens) for s in [*self.running, state]
-        )
-        return sum(pages) <= self.cache.pool.num_pages
+        charged = [*self.running, state]
+        pages = sum(self.cache.pages_for(s.footprint_tokens) for s in charged)
+        return pages <= self.cache.pool.num_pages
+
+    def _make_room(self, state: RequestState, num_tokens: int, num_served: int) -> bool:
+        """Get pages for a running request; False if it was itself the victim."""
+        assert state.lease is not None
+        while True:
+            try:
+                self.cache.grow(state.lease, state.num_committed + num_tokens)
+                return True
+            except OutOfPages:
+                victim = self.grouping.victim(self.running[num_served:])
+                self._preempt(victim)
+                if victim is state:
+                    return False
+
+    def _preempt(self, state: RequestState) -> None:
+        """Back to the queue, at its old place; complete pages stay findable."""
+        self._leave(state)
+        state.num_committed = 0
+        self.counters.preemptions += 1
+        self.observer("preempt", request_id=state.request.request_id)
+        self.add(state)
+
+    def _leave(self, state: RequestState) -> None:
+        """Take a request out of whichever queue holds it, and end its lease."""
+        (self.running if state.lease else self.waiting).remove(state)
+        if state.lease:
+            self.cache.release(state.lease, state.tokens, state.num_committed)
+            state.lease = None
+
+    def finish(self, state: RequestState, reason: str) -> None:
+        """End a request, running or waiting, for whatever reason."""
+        self._leave(state)
+        self.observer("finish", request_id=state.request.request_id, reason=reason)
 
     def _count_admission(self, state: RequestState, cached: int) -> None:
         """Count a request's lookup the first time only: a resumed one finds itself."""
@@ -253,3 +250,8 @@ class Scheduler:
         """Queue lengths and counters."""
         queues = {"running": len(self.running), "waiting": len(self.waiting)}
         return queues | asdict(self.counters)
+
+    def start_over(self) -> None:
+        """Empty both queues and the cache, whatever state they are in."""
+        self.waiting, self.running = [], []
+        self.cache.start_over()

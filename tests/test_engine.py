@@ -1,19 +1,24 @@
 """Scheduler and engine on a runner that notices every wrong page."""
 
 import itertools
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 from checking_runner import CheckingRunner, cold_continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import minivllm
 from minivllm.engine import Engine, Limits, NoText, PublishAtFinish, PublishEachStep
-from minivllm.events import EventLog
+from minivllm.events import EventLog, ignore
 from minivllm.prefix_cache import PrefixCache
 from minivllm.request import SamplingParams, encode_ids
-from minivllm.scheduler import Scheduler
+from minivllm.scheduler import ArrivalOrder, Scheduler
 
 VOCAB = 50
+PACKAGE = str(Path(minivllm.__file__).parent)
 PUBLISHERS = {"finish": PublishAtFinish, "step": PublishEachStep}
 
 
@@ -59,11 +64,15 @@ def run(engine, max_steps=10_000):
 
 def check(engine):
     scheduler = engine.scheduler
+    assert not engine.runner.faults
     scheduler.cache.check()
     assert all(state.lease is None for state in scheduler.waiting), "waiting with pages"
     assert all(state.lease is not None for state in scheduler.running)
     for queue in (scheduler.waiting, scheduler.running):
         assert [s.order for s in queue] == sorted(s.order for s in queue)
+    queued = [s.request.request_id for s in [*scheduler.waiting, *scheduler.running]]
+    live = [name for name, progress in engine._live.items() if not progress.held]
+    assert sorted(queued) == sorted(live), "each live request is in exactly one queue"
 
 
 def ask(engine, prompt, max_tokens=4, **options):
@@ -361,6 +370,303 @@ def test_never_a_tail_without_its_head(index):
     assert ask(engine, range(12), max_tokens=1).num_cached_tokens == 8
 
 
+def plan(engine, log):
+    """Run to the end; the chunks of each step as {request id: (start, tokens)}."""
+    run(engine)
+    return [
+        {name: (start, size) for name, start, size in event.details["chunks"]}
+        for event in log.of("schedule")
+        if event.details["chunks"]
+    ]
+
+
+def steps_of(name, steps):
+    return [i for i, chunks in enumerate(steps, 1) if name in chunks]
+
+
+def test_aborted_between_schedule_and_forward():
+    """a7: scheduled, the pass is interrupted, aborted: nothing of it can be found."""
+    engine = make_engine()
+    engine.runner.run, real_run = stop, engine.runner.run
+    name = engine.submit(range(12), SamplingParams(max_tokens=4))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.stats()["pages_private"] == 3
+    assert engine.abort(name).outputs[0].finish_reason == "abort"
+    engine.runner.run = real_run
+    again = ask(engine, range(12))
+    assert again.num_cached_tokens == 0 and same_as_cold(again, 4)
+
+
+def stop(chunks):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_forward_can_be_stepped_again():
+    """Nothing was committed: the same chunks are planned once more."""
+    engine = make_engine()
+    engine.runner.run, real_run = stop, engine.runner.run
+    name = engine.submit(range(12), SamplingParams(max_tokens=4))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.runner.run = real_run
+    assert same_as_cold(run(engine)[name], 4)
+    assert engine.stats()["recomputed_tokens"] == 0
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_a_match_is_pinned_before_a_neighbour_allocates(index):
+    """a8: A matches two idle pages, B allocates in the same step, the pool is tight."""
+    engine = make_engine(num_pages=5, index=index)
+    ask(engine, range(8), max_tokens=1)
+    a = engine.submit([*range(8), 20], SamplingParams(max_tokens=3))
+    b = engine.submit(range(30, 42), SamplingParams(max_tokens=2))
+    engine.step()
+    assert len(engine.scheduler.running) == 1, "B has no room beside A's match"
+    outputs = run(engine)
+    assert outputs[a].num_cached_tokens == 8
+    assert same_as_cold(outputs[a], 3) and same_as_cold(outputs[b], 2)
+
+
+def test_hit_and_cold_in_one_batch():
+    """a16: eight tokens cached beside twelve cold ones, and one that decodes."""
+    log = EventLog()
+    engine = make_engine(log=log)
+    ask(engine, range(8), max_tokens=1)
+    decoding = engine.submit([40] * 5, SamplingParams(max_tokens=6))
+    engine.step()
+    hit = engine.submit([*range(8), 20, 21], SamplingParams(max_tokens=4))
+    cold = engine.submit(range(30, 42), SamplingParams(max_tokens=4))
+    log.events.clear()
+    outputs = run(engine)
+    steps = [event.details["chunks"] for event in log.of("schedule")]
+    assert steps[0] == [(decoding, 5, 1), (hit, 8, 2), (cold, 0, 12)]
+    assert same_as_cold(outputs[decoding], 6)
+    assert same_as_cold(outputs[hit], 4) and same_as_cold(outputs[cold], 4)
+
+
+def test_a_resumed_request_computes_what_it_does_not_find():
+    """c4, c7: its chunks are the tokens that it has, less those that it finds now."""
+    log = EventLog()
+    engine = make_engine(num_pages=9, log=log)
+    for i in range(2):
+        engine.submit([i] * 12, SamplingParams(max_tokens=10))
+    steps = plan(engine, log)  # `check` wants each in exactly one queue
+    (preempted,) = [e.details["request_id"] for e in log.of("preempt")]
+    assert preempted == "1"
+    first, cached = [
+        e.details["cached"] for e in log.of("admit") if e.details["request_id"] == "1"
+    ]
+    at = next(i for i in steps_of("1", steps)[1:] if i - 1 not in steps_of("1", steps))
+    before = max(sum(s["1"]) for s in steps[: at - 1] if "1" in s)
+    assert first == 0 and cached > 0
+    assert steps[at - 1]["1"] == (cached, before + 1 - cached)
+    assert engine.stats()["recomputed_tokens"] == before - cached
+
+
+def test_strict_order():
+    """d4: two pages are free; six are needed, then one: nobody is overtaken."""
+    log = EventLog()
+    engine = make_engine(num_pages=8, log=log)
+    engine.submit([1] * 20, SamplingParams(max_tokens=5))  # six pages
+    large = engine.submit([2] * 21, SamplingParams(max_tokens=2))
+    small = engine.submit([3] * 3, SamplingParams(max_tokens=1))
+    steps = plan(engine, log)
+    assert steps_of(large, steps)[0] == steps_of(small, steps)[0] == 6
+
+
+def test_a_preempted_request_resumes_before_those_behind_it():
+    """d5: it keeps its place."""
+    log = EventLog()
+    engine = make_engine(num_pages=9, max_running=2, log=log)
+    for i in range(3):
+        engine.submit([i] * 12, SamplingParams(max_tokens=10))
+    plan(engine, log)
+    order = [
+        (e.kind, e.details["request_id"]) for e in log.of("admit", "preempt", "finish")
+    ]
+    assert order.index(("preempt", "1")) < order.index(("admit", "2"))
+    resumed = [i for i, what in enumerate(order) if what == ("admit", "1")][-1]
+    assert order.index(("preempt", "1")) < resumed < order.index(("admit", "2"))
+
+
+def test_an_important_request_does_not_push_a_running_one_out():
+    """d6: priority is a place in the queue: documented, and so it is."""
+    log = EventLog()
+    engine = make_engine(max_running=1, log=log)
+    low = engine.submit(range(8), SamplingParams(max_tokens=4), priority=5)
+    engine.step()
+    high = engine.submit(range(20, 28), SamplingParams(max_tokens=2), priority=0)
+    steps = plan(engine, log)
+    assert (steps_of(low, steps), steps_of(high, steps)) == ([1, 2, 3, 4], [5, 6])
+
+
+def test_a_short_prompt_behind_a_long_one():
+    """d8: budget 8: it starts at step 11, beside the first decode."""
+    log = EventLog()
+    engine = make_engine(max_batch_tokens=8, log=log)
+    engine.submit([1] * 80, SamplingParams(max_tokens=4))
+    short = engine.submit([2] * 4, SamplingParams(max_tokens=4))
+    steps = plan(engine, log)
+    assert steps_of(short, steps)[0] == 11
+    assert steps[10] == {"0": (80, 1), short: (0, 4)}
+
+
+@pytest.mark.parametrize(("shared", "cached"), [(15, 0), (16, 16)])
+def test_less_than_a_page_is_no_hit(shared, cached):
+    """d9: pages of 16; 15 tokens shared, or 16, and a tail."""
+    engine = make_engine(page_size=16)
+    ask(engine, [*range(shared), 40, 41])
+    output = ask(engine, [*range(shared), 30, 31])
+    assert output.num_cached_tokens == cached and same_as_cold(output, 4)
+
+
+def test_whoever_decodes_is_not_held_up_by_a_long_prompt():
+    """Chunks and decodes share a step; no step exceeds the budget."""
+    log = EventLog()
+    engine = make_engine(max_batch_tokens=10, log=log)
+    first = engine.submit([1] * 4, SamplingParams(max_tokens=12))
+    engine.step()
+    long = engine.submit([2] * 60, SamplingParams(max_tokens=2))
+    steps = plan(engine, log)
+    assert steps_of(first, steps) == list(range(1, 13))
+    assert [steps[i - 1][long][1] for i in steps_of(long, steps)] == [9] * 6 + [6, 1]
+    assert max(sum(n for _, n in step.values()) for step in steps) == 10
+
+
+def test_one_victim_is_not_another():
+    """A grouping that names the request itself: the others behind it go on."""
+
+    class First(ArrivalOrder):
+        def victim(self, unserved):
+            return unserved[0]
+
+    log = EventLog()
+    engine = make_engine(num_pages=9, grouping=First(), log=log)
+    names = [engine.submit([i] * 8, SamplingParams(max_tokens=12)) for i in range(3)]
+    outputs = run(engine)
+    assert all(same_as_cold(outputs[name], 12) for name in names)
+    kinds = [event.kind for event in log.of("preempt", "schedule")]
+    first = kinds.index("preempt")
+    (preempted,) = [e.details["request_id"] for e in log.of("preempt")][:1]
+    chunks = list(log.of("schedule"))[first].details["chunks"]
+    served = [name for name, _, _ in chunks]
+    assert served == [name for name in names if name != preempted]
+
+
+def test_nobody_is_let_in_when_somebody_was_sent_away():
+    """A long prompt loses its pages between two chunks, and is not back at once."""
+    log = EventLog()
+    engine = make_engine(num_pages=5, max_batch_tokens=3, log=log)
+    engine.submit([1] * 5, SamplingParams(max_tokens=5))
+    engine.step()
+    engine.submit([2] * 9, SamplingParams(max_tokens=1))
+    run(engine)
+    kinds = [event.kind for event in log.of("preempt", "schedule", "admit")]
+    assert kinds.count("preempt") == 1
+    assert kinds[kinds.index("preempt") + 1] == "schedule"
+
+
+def test_nothing_is_observed_unless_asked_for():
+    """Events are off by default; a log keeps the last ones only."""
+    cache = PrefixCache(16, 4)
+    engine = Engine(CheckingRunner(4, VOCAB), Scheduler(cache), Limits(VOCAB, 200))
+    assert engine.observer is engine.scheduler.observer is cache.observer is ignore
+    log = EventLog(capacity=5)
+    ask(make_engine(log=log), range(12), max_tokens=9)
+    assert len(log.events) == 5 and log.events[-1].kind == "finish"
+
+
+# ---- The coordinator's seam ----------------------------------------------------------
+
+
+class Twins:
+    """The first of equal prompts leads; it releases the others when it is prefilled."""
+
+    def __init__(self):
+        self.flights, self.keys = {}, {}
+
+    def admit(self, request_id, token_ids, extra_key=None):
+        key = self.keys[request_id] = tuple(token_ids)
+        self.flights.setdefault(key, []).append(request_id)
+        return "leader" if self.flights[key] == [request_id] else "follower"
+
+    def prefilled(self, request_id):
+        names = self.flights.pop(self.keys[request_id], [request_id])
+        return names[1:]
+
+    def finished(self, request_id):
+        del self.keys[request_id]
+        return []
+
+    def aborted(self, request_id):
+        key = self.keys.pop(request_id)
+        names = self.flights.pop(key, [])
+        left = [name for name in names if name != request_id]
+        if left:
+            self.flights[key] = left
+        return (left[0] if left[:1] != names[:1] and left else None), []
+
+
+def coordinated(**options):
+    engine = make_engine(**options)
+    engine.coordinator = Twins()
+    return engine
+
+
+def test_all_is_published_before_a_follower_is_told():
+    """e12: eight identical prompts at once: 16 + 7 × 1; followers own nothing."""
+    engine = coordinated()
+    for _ in range(8):
+        engine.submit(range(16), SamplingParams(max_tokens=1))
+    assert engine.stats()["held"] == 7 and engine.stats()["waiting"] == 1
+    outputs = run(engine)
+    assert [o.num_cached_tokens for o in outputs.values()] == [0] + [15] * 7
+    assert engine.runner.computed == 23 and not engine.coordinator.keys
+
+
+def test_whoever_is_told_can_find_what_it_waited_for():
+    """All that a step completed is published before the coordinator hears of it."""
+    found = []
+
+    class Looking(Twins):
+        def prefilled(self, request_id):
+            found.append(engine.scheduler.cache.find(range(16)).matched_len)
+            return super().prefilled(request_id)
+
+        def finished(self, request_id):
+            found.append(engine.scheduler.cache.find(range(16)).matched_len)
+            return super().finished(request_id)
+
+    engine = make_engine()
+    engine.coordinator = Looking()
+    engine.submit([9] * 5, SamplingParams(max_tokens=1))
+    engine.submit(range(16), SamplingParams(max_tokens=2))
+    run(engine)
+    assert found == [16] * 4
+
+
+def test_a_failed_leader_is_followed():
+    """e7, e9: it ends with the error, the next leads, and nobody hangs."""
+    engine = coordinated(fail=[1])
+    names = [engine.submit(range(12), SamplingParams(max_tokens=3)) for _ in range(3)]
+    outputs = run(engine)
+    reasons = [outputs[name].outputs[0].finish_reason for name in names]
+    assert reasons == ["error", "length", "length"]
+    assert all(same_as_cold(outputs[name], 3) for name in names[1:])
+    assert not engine.coordinator.keys
+
+
+def test_held_requests_can_be_aborted():
+    """e5, e6: the follower, then the leader; the last one leads and ends."""
+    engine = coordinated()
+    names = [engine.submit(range(12), SamplingParams(max_tokens=3)) for _ in range(3)]
+    assert engine.abort(names[1]).num_cached_tokens == 0
+    assert engine.abort(names[0]).outputs[0].token_ids == []
+    assert same_as_cold(run(engine)[names[2]], 3)
+    assert engine.stats()["lookups"] == 1, "those never admitted do not count"
+
+
 def test_waiting_requests_own_nothing():
     """c5: two prompts, the budget fits one: the other waits without pages."""
     engine = make_engine(max_batch_tokens=8)
@@ -432,3 +738,71 @@ def test_max_tokens_none_reaches_as_far_as_the_pool():
     engine = make_engine(num_pages=4)
     output = ask(engine, range(8), max_tokens=None)
     assert len(output.outputs[0].token_ids) == 9 and same_as_cold(output, 9)
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------
+
+
+def interrupted_at(number, action):
+    """Whether `action` came so far in the package's lines as to be interrupted."""
+    left = number
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def under_pressure():
+    """Four requests: one is about to be preempted, one waits; pages are published."""
+    engine = coordinated(num_pages=9, max_running=3, max_batch_tokens=16)
+    for i in [0, 1, 2, 3, 1]:
+        prompt = [1] * 4 + [i] * 6
+        engine.submit(prompt, SamplingParams(max_tokens=6 + i))
+    for _ in range(3):
+        assert all(not output.finished for output in engine.step())
+    return engine
+
+
+ACTIONS = {
+    "submit": lambda engine: engine.submit([1] * 9, SamplingParams(max_tokens=4)),
+    "step": lambda engine: [engine.step() for _ in range(4)],
+    "abort": lambda engine: engine.abort("1"),
+}
+
+
+@pytest.mark.parametrize("then", ["abort", "step"])
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_an_interrupt_at_any_line(action, then):
+    """Whatever Ctrl-C cuts short: what lives ends once, and no page stays held."""
+    for number in itertools.count():
+        engine = under_pressure()
+        if not interrupted_at(number, partial(action, engine)):
+            break
+        live = [*engine._live, *engine._lost]
+        if then == "abort":
+            ended = {name: engine.abort(name) for name in live}
+            assert not engine.has_unfinished() and engine.step() == []
+        else:
+            ended = run(engine)
+        assert ended.keys() == set(live)
+        assert all(output.finished for output in ended.values())
+        run(engine)
+        assert not engine.coordinator.keys and not engine.coordinator.flights
+        assert same_as_cold(ask(engine, [1] * 4 + [0] * 6), 4)
+    assert number > 20

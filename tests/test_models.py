@@ -1,159 +1,15 @@
-"""Loading and parity: small random checkpoints that transformers itself writes."""
+"""Loading: what a checkpoint says is what runs, or one line says why not."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import load, write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from minivllm import LLM, SamplingParams
-from minivllm.batch import Chunk
-from minivllm.loader import LoadError, load_model, open_checkpoint, read_config
-from minivllm.model import ModelConfig, rope_frequencies
-from minivllm.request import encode_ids
-from minivllm.runner import ModelRunner
-
-SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-MODELS = {
-    "llama, one K/V head for each head": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {"num_key_value_heads": 12},
-    ),
-    "llama, three heads a group": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {"num_key_value_heads": 4},
-    ),
-    "llama, four heads a group, wide heads, tied": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {"num_key_value_heads": 3, "head_dim": 16, "tie_word_embeddings": True},
-    ),
-    "llama 3 rope": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {"num_key_value_heads": 4, "rope_parameters": LLAMA3},
-    ),
-    "qwen2, biases": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 4}),
-    "qwen3, head norms": (
-        Qwen3ForCausalLM,
-        Qwen3Config,
-        {"num_key_value_heads": 4, "head_dim": 16},
-    ),
-}
-
-
-def write_checkpoint(folder, name, **save):
-    make_model, make_config, extra = MODELS[name]
-    torch.manual_seed(0)
-    model = make_model(make_config(**SIZES | extra)).eval()
-    for tensor in model.parameters():  # biases and norms start as constants: stir them
-        tensor.data += 0.1 * torch.randn_like(tensor)
-    model.save_pretrained(folder, **save)
-    return model
-
-
-def load(folder):
-    return load_model(open_checkpoint(str(folder)), torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers(name, tmp_path):
-    """In one go, in chunks, from another request's pages, and beside other requests."""
-    reference = write_checkpoint(tmp_path, name)
-    runner = ModelRunner(load(tmp_path), num_pages=12, page_size=4)
-    tokens, other = (
-        encode_ids([(k * i + 1) % 101 for i in range(21)]) for k in (7, 11)
-    )
-    with torch.inference_mode():
-        expected, other_expected = (
-            reference(torch.tensor([list(ids)])).logits[0, -1]
-            for ids in (tokens, other)
-        )
-    mine, theirs = [5, 0, 9, 3, 7, 1], [2, 8, 4, 10, 6, 11]
-
-    def chunk(ids, start, end, pages, num_shared=0):
-        return Chunk(
-            "0", ids[start:end], start, pages, num_shared, samples=end == len(ids)
-        )
-
-    whole = runner.logits([chunk(tokens, 0, 21, mine)])[0]
-    assert runner.run([chunk(tokens, 0, 9, mine)]) == [None]
-    runner.logits([chunk(tokens, 9, 20, mine), chunk(other, 0, 13, theirs)])
-    both = runner.logits([chunk(tokens, 20, 21, mine), chunk(other, 13, 21, theirs)])
-    shared = runner.logits([chunk(tokens, 16, 21, [*mine[:4], 8, 2], num_shared=4)])[0]
-    for logits, wanted in [
-        (whole, expected),
-        (both[0], expected),
-        (both[1], other_expected),
-        (shared, expected),
-    ]:
-        assert (logits - wanted).abs().max() < 1e-4
-
-
-def test_the_first_key_matters(tmp_path):
-    """h13: the comparison above must fail when a stored key is removed."""
-    reference = write_checkpoint(tmp_path, "qwen2, biases")
-    runner = ModelRunner(load(tmp_path), num_pages=4, page_size=4)
-    tokens = encode_ids(range(8))
-    runner.logits([Chunk("0", tokens[:7], 0, [0, 1], 0, samples=False)])
-    for memory in runner.memory:
-        memory.keys[0] = 0
-    broken = runner.logits([Chunk("0", tokens[7:], 7, [0, 1], 0, samples=True)])[0]
-    with torch.inference_mode():
-        expected = reference(torch.tensor([list(tokens)])).logits[0, -1]
-    assert (broken - expected).abs().max() > 1e-3
-
-
-def test_llama3_rope_scaling():
-    """g6: theta 5e5, 128-wide heads, factor 8, 1 and 4, 8192."""
-    scaling = {
-        "factor": 8,
-        "low_freq_factor": 1,
-        "high_freq_factor": 4,
-        "original_max_position_embeddings": 8192,
-    }
-    shape = {"head_dim": 128, "max_context": 1, "rope_theta": 5e5}
-    plain = rope_frequencies(ModelConfig(1, 1, 1, 1, 1, 1, **shape))
-    scaled = rope_frequencies(
-        ModelConfig(1, 1, 1, 1, 1, 1, rope_scaling=scaling, **shape)
-    )
-    ratio = scaled / plain
-    for i, expected in [
-        (28, 1),
-        (29, 0.82817),
-        (31, 0.49351),
-        (35, 0.125),
-        (63, 0.125),
-    ]:
-        assert abs(ratio[i].item() - expected) < 1e-4
+from minivllm.loader import LoadError, open_checkpoint, read_config
 
 
 def test_shards_and_their_index(tmp_path):
@@ -204,7 +60,12 @@ def test_tied_heads(tmp_path):
         ({"model.norm.weight": torch.zeros(7)}, "norm.weight"),
         ({"config": {"model_type": "mamba"}}, "unknown architecture 'mamba'"),
         ({"config": {"attention_bias": True}}, "attention_bias"),
+        (
+            {"config": {"model_type": "mistral", "sliding_window": 8}},
+            "'mistral'",
+        ),  # c11
         ({"config": {"use_sliding_window": True}}, "use_sliding_window"),
+        ({"config": {"layer_types": 3 * ["sliding_attention"]}}, "layer_types"),
         ({"config": {"hidden_act": "gelu"}}, "hidden_act=gelu"),
         (
             {"config": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}},
@@ -235,6 +96,28 @@ def test_broken_files_are_named(tmp_path):
         open_checkpoint(str(tmp_path / "x.gguf"))
     with pytest.raises(LoadError, match="no model at"):
         open_checkpoint(str(tmp_path / "nowhere"))
+
+
+def test_a_window_that_is_switched_off_is_no_window(tmp_path):
+    """Qwen2's own files name a window and say that nobody uses it."""
+    write_checkpoint(tmp_path, "qwen2, biases")
+    edit(tmp_path, config={"sliding_window": 8, "use_sliding_window": False})
+    assert load(tmp_path).config.qkv_bias
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_files_run_in_float32_on_a_cpu(dtype, tmp_path):
+    """g10: weights, K/V and logits, unless a dtype was asked for."""
+    model = write_checkpoint(tmp_path, "qwen2, biases")
+    model.to(dtype).save_pretrained(tmp_path)
+    assert LLM(tmp_path, num_pages=4, device="cpu").options.dtype == "auto"
+    for chosen, wanted in [("auto", torch.float32), ("bfloat16", torch.bfloat16)]:
+        llm = LLM(tmp_path, num_pages=4, device="cpu", dtype=chosen)
+        runner = llm.engine.runner
+        assert {p.dtype for p in runner.model.parameters()} == {wanted}
+        assert {m.keys.dtype for m in runner.memory} == {wanted}
+        (output,) = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=2))
+        assert output.outputs[0].token_ids
 
 
 def test_end_tokens_of_both_files(tmp_path):

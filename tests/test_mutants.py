@@ -43,8 +43,8 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
     "hash without its parent": (
         hashing,
         "page_name",
-        "blake2b(past + page)",
-        "blake2b(page)",
+        "name.update(past + page)",
+        "name.update(page)",
         one_early_token_changes_every_later_name,
     ),
     "split that forgets the lock": (
@@ -146,10 +146,10 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
         compare_with_the_twin,
     ),
     "match that rounds up": (
-        RadixCache,
-        "_agreement",
-        "return low * self._step",
-        "return min(low + 1, len(edge) // self._step) * self._step",
+        radix,
+        "shared_pages",
+        "return low",
+        "return min(low + 1, len(one) // step)",
         compare_with_the_twin,
     ),
     "tokens of a hash hit not compared": (

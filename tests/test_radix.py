@@ -270,6 +270,19 @@ def test_five_thousand_nested_prefixes():
     assert len(cache.evict(10_000)) == 5000 and cache.total_size == 0
 
 
+def test_five_thousand_nodes_in_a_row():
+    """b10, where no leaf grows: under FIFO each prefix stays a node of its own."""
+    cache = RadixCache(1, "fifo")
+    handle = cache.lock(cache.match_prefix([]))
+    for n in range(5000):
+        cache.extend(handle, [n], array("i", [n]))
+    assert len(list(cache.nodes())) == 5000
+    assert cache.match_prefix(range(5000)).matched_len == cache.protected_size == 5000
+    cache.check()
+    cache.unlock(handle)
+    assert len(cache.evict(10_000)) == 5000 and cache.total_size == 0
+
+
 def test_unaligned_keys():
     """b8: keys of 3 and 7 ids at page size 4 match 0 and 4; no node is empty."""
     cache = RadixCache(page_size=4)

@@ -77,6 +77,35 @@ def test_logits_over_prompt_and_32_decoded_steps(smollm2, reference, tokenizer):
         assert (logits[0] - expected[end - 1]).abs().max() <= 2e-4
 
 
+def test_logits_of_hits_on_real_weights(smollm2, reference, tokenizer):
+    """a15, a16: a prefix of another request, a full hit and a decode, in one batch."""
+    first = encode_ids(tokenizer.encode(TEXT).ids)
+    second = first[:32] + encode_ids(tokenizer.encode("everybody slept.").ids)
+    assert len(first) > 33
+    aligned = first[:32]
+    with torch.inference_mode():
+        expected = [
+            reference(torch.tensor([list(ids)])).logits[0, -1]
+            for ids in (first, second, aligned)
+        ]
+    runner = ModelRunner(smollm2[1], num_pages=12, page_size=16)
+    cold = [
+        runner.logits([Chunk("0", ids, 0, pages, 0, samples=True)])[0]
+        for ids, pages in [(first, [5, 0, 9]), (second, [3, 7, 1]), (aligned, [2, 8])]
+    ]
+    end = len(first) - 1
+    hits = runner.logits(
+        [
+            Chunk("1", first[end:], end, [5, 0, 9], 0, samples=True),
+            Chunk("2", second[32:], 32, [5, 0, 4], 2, samples=True),
+            Chunk("3", aligned[31:], 31, [5, 0], 2, samples=True),
+        ]
+    )
+    for hit, alone, wanted in zip(hits, cold, expected, strict=True):
+        assert (hit - alone).abs().max() <= 1e-4
+        assert (hit - wanted).abs().max() <= 2e-4
+
+
 def test_the_whole_prompts_logits(smollm2, reference, tokenizer):
     """Every position of a prompt, not only the last of each chunk."""
     ids = encode_ids(tokenizer.encode(TEXT).ids)
@@ -90,14 +119,21 @@ def test_the_whole_prompts_logits(smollm2, reference, tokenizer):
         assert (logits[0] - expected[end - 1]).abs().max() <= 2e-4
 
 
+@pytest.fixture(scope="module")
+def continuations(reference, tokenizer):
+    """What transformers makes of each prompt."""
+    ids = {prompt: tokenizer.encode(prompt).ids for prompt in PROMPTS}
+    return {prompt: continue_greedily(reference, ids[prompt], 12) for prompt in PROMPTS}
+
+
 @pytest.mark.parametrize("index", ["radix", "hash", "none"])
-def test_greedy_tokens_together_and_alone(index, make_llm, reference, tokenizer):
+def test_greedy_tokens_together_and_alone(index, make_llm, continuations):
     """Eight prompts of mixed length equal transformers, in a batch and one by one."""
     llm = make_llm(index=index, max_batch_tokens=64)
     together = llm.generate(PROMPTS, GREEDY)
     alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
     for prompt, batched, single in zip(PROMPTS, together, alone, strict=True):
-        expected, clear = continue_greedily(reference, tokenizer.encode(prompt).ids, 12)
+        expected, clear = continuations[prompt]
         sure = clear.index(False) if False in clear else len(clear)
         assert batched.prompt == prompt
         assert batched.outputs[0].token_ids[:sure] == expected[:sure]

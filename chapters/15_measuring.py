@@ -1,0 +1,1440 @@
+# %% [markdown]
+# # 15. Measuring honestly
+#
+# How long does it take to find a cached prefix of 4,096 tokens? Chapter 3 built the tree, so
+# let us ask it. Two hundred prompts are in it. We look up one of them, and read the clock in
+# five ways that one meets in reports.
+
+# %% name="five"
+import gc
+import time
+from array import array
+from random import Random
+from statistics import fmean, median
+
+from minivllm.radix import RadixCache, Slots
+
+rng = Random("five answers")
+system_prompt = [rng.randrange(32_000) for _ in range(2048)]
+prompts = [
+    system_prompt + [rng.randrange(32_000) for _ in range(2048)] for _ in range(200)
+]
+cache = RadixCache(page_size=16)
+for ids in prompts:
+    cache.insert(ids, Slots(array("i", range(0, len(ids), 16)), 16))
+encoded = array("i", prompts[7])
+
+
+def seconds(token_ids):
+    start = time.perf_counter()
+    cache.match_prefix(token_ids)
+    return time.perf_counter() - start
+
+
+def seconds_with_a_pause(number):
+    start = time.perf_counter()
+    cache.match_prefix(encoded)
+    if number == 50:  # the collector comes along, as it does, once in a while
+        gc.collect()
+    return time.perf_counter() - start
+
+
+answers = {
+    "the first look-up": seconds(encoded),
+    "the best of 200": min(seconds(encoded) for _ in range(200)),
+    "their median": median(seconds(encoded) for _ in range(200)),
+    "a median, given a list": median(seconds(prompts[7]) for _ in range(200)),
+    "a mean, one pause in it": fmean(map(seconds_with_a_pause, range(200))),
+}
+for how, answer in answers.items():
+    print(f"{how:24} ≈ {answer * 1e6:.1f} µs")
+best, *others = sorted(answers.values())
+print("largest more than twice the smallest:", others[-1] > 2 * best)
+
+# %% [markdown]
+# One function, one argument, one machine, five answers. None of them is wrong. The first
+# look-up runs code that has not run yet, on memory that the processor has not at hand. The best of many says what is
+# possible when nothing disturbs. The median says what is usual. The fourth includes work that
+# a request does once, when it arrives: turning a list of Python integers into an array. The
+# fifth includes a pause that belongs to the whole process, charged to whoever was running.
+#
+# The misconception is that code *has* a time, which one reads off. A time belongs to a
+# procedure: what was warm, what was encoded before the clock started, what else ran, and
+# which of many readings was kept. A number without its procedure can be halved or doubled
+# without touching the code. This chapter writes the procedure down once, as a program, and
+# every measured number of the book comes out of it.
+#
+# ## Two equal things, one of them slower
+#
+# Most questions are about two numbers: ours and theirs, before and after. It would seem
+# enough to measure one, then the other. Here is a machine on which we can see what happens.
+# Its clock is a variable. It gets 2 % slower with each run, as a laptop does that becomes
+# warm, or a server whose neighbour starts a job. We give it the same work under two names.
+
+
+# %% name="drift"
+class WarmingMachine:
+    """A clock, and work that takes 2 % longer each time."""
+
+    def __init__(self):
+        self.now, self.cost = 0.0, 1.0
+
+    def clock(self):
+        return self.now
+
+    def work(self):
+        self.now += self.cost
+        self.cost *= 1.02
+        return 1
+
+
+def times(machine, number):
+    readings = []
+    for _ in range(number):
+        start = machine.clock()
+        machine.work()
+        readings.append(machine.clock() - start)
+    return readings
+
+
+machine = WarmingMachine()
+before, after = times(machine, 7), times(machine, 7)
+print(f"after / before, one then the other: {median(after) / median(before):.2f}")
+
+# %% [markdown]
+# The second contestant is [1.15](#drift) times as slow as the first, and it is the first. More
+# repeats make it worse, and the spread of each series is small: nothing in the readings gives
+# it away. What helps is to take turns. One run of each makes a pair; the machine has hardly
+# changed between its halves; the quotient of a pair is about the code. And since someone
+# must go first in a pair, the order is reversed in every other one.
+#
+# ## The procedure
+#
+# So, the parts. What is measured is a *trial*: the work, and what must be done before it
+# that is not to be timed. `work` returns a count of what it did, tokens found for example. Of
+# two contestants who disagree about that, one measures something else, and it is better
+# to see it.
+
+# %% export="bench.py"
+"""Measuring: several contestants, in turn, in one process, with their spread."""
+
+import gc
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+def nothing() -> None:
+    """Prepare nothing."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A piece of work to be timed, and what is done before it, outside the clock.
+
+    `work` does `num_ops` operations and returns a count, of tokens found for example.
+    Times are given for one operation.
+    """
+
+    work: Callable[[], float]
+    prepare: Callable[[], object] = nothing
+    num_ops: int = 1
+
+
+# %% [markdown]
+# One reading. The collector is run before it and kept away during it: a pause of the process
+# would be charged to one contestant by chance. (It is a choice, and it flatters whoever
+# makes much garbage. It is the same for all.)
+
+
+# %% export="bench.py"
+def time_once(
+    trial: Trial, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """Seconds for one operation, and the count that the work returned."""
+    gc.collect()
+    trial.prepare()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        start = clock()
+        count = trial.work()
+        return (clock() - start) / trial.num_ops, count
+    finally:
+        if was_on:
+            gc.enable()
+
+
+# %% [markdown]
+# Many readings make a spread: the median, since one bad reading does not move it, and the
+# smallest and largest, since they say how far to trust it. A comparison is a spread too, of
+# the quotients within the pairs.
+
+
+# %% export="bench.py"
+@dataclass(frozen=True)
+class Spread:
+    """Readings, one for each repeat: their median, and how far they lie apart."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The value in the middle."""
+        return median(self.values)
+
+    @property
+    def low(self) -> float:
+        """The smallest value."""
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+        return max(self.values)
+
+
+@dataclass(frozen=True)
+class Measurement(Spread):
+    """Seconds (or bytes) for one operation; `count` is what the last work returned."""
+
+    count: float = 0
+
+
+@dataclass(frozen=True)
+class Comparison(Spread):
+    """How many times as much one took as another, repeat by repeat."""
+
+
+def compare(one: Measurement, other: Measurement) -> Comparison:
+    """Divide the readings that were taken side by side."""
+    pairs = zip(one.values, other.values, strict=True)
+    return Comparison(tuple(a / b for a, b in pairs))
+
+
+# %% [markdown]
+# And the turns. Warm-up rounds are run like the others, and left out.
+
+
+# %% export="bench.py"
+def measure(
+    trials: Mapping[str, Trial],
+    repeats: int = 7,
+    warmups: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Measurement]:
+    """Time all trials in turn, `repeats` times; every other round in reverse order."""
+    if repeats < 1 or warmups < 0:
+        raise ValueError(f"repeats must be at least 1, not {repeats}")
+    readings: dict[str, list[float]] = {name: [] for name in trials}
+    counts = dict.fromkeys(trials, 0.0)
+    gc.freeze()  # what is there stays: a collection looks at nothing older
+    try:
+        for number in range(warmups + repeats):
+            for name in list(trials)[:: -1 if number % 2 else 1]:
+                reading, counts[name] = time_once(trials[name], clock)
+                readings[name].append(reading)
+    finally:
+        gc.unfreeze()
+    return {
+        name: Measurement(tuple(values[warmups:]), counts[name])
+        for name, values in readings.items()
+    }
+
+
+# %% [markdown]
+# The warming machine again, with the same two contestants:
+
+# %% name="turns"
+machine = WarmingMachine()
+twins = {name: Trial(machine.work) for name in ("before", "after")}
+found = measure(twins, repeats=7, clock=machine.clock)
+ratio = compare(found["after"], found["before"])
+print(
+    f"after / before, in turn: {ratio.median:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}"
+)
+print("all seven pairs agree by chance in", 2, "of", 2**7, "measurements")
+
+# %% [markdown]
+# The machine still warms up, by a third over the whole run. But now the comparison says
+# [0.98](#turns), with a spread from [0.98](#turns) to [1.02](#turns) that contains 1. The sentence
+# that one may write is: no difference was shown. It is a strict rule. A spread that leaves 1
+# out means that all seven pairs agree on who is slower, and between equals that happens in
+# [2 of 128](#turns) measurements.
+
+# %% tags=["hide-input"]
+from itertools import chain
+
+from minivllm.drawing import Picture
+
+
+def draw_readings(rounds, caption):
+    """Runs in the order in which they happened; the height is the time of each."""
+    picture = Picture(caption)
+    for row, (label, runs) in enumerate(rounds):
+        base = 90 + row * 120
+        picture.text(0, base + 20, label, "start")
+        for i, (name, value) in enumerate(runs):
+            height = 55 * value
+            state = "pinned" if name == "before" else "private"
+            picture.box(i * 34, base - height, 28, height, state)
+    for i, (state, name) in enumerate((("pinned", "before"), ("private", "after"))):
+        picture.box(500, 30 + 30 * i, 18, 18, state)
+        picture.text(526, 44 + 30 * i, name, "start")
+    return picture
+
+
+costs = [1.02**i for i in range(14)]
+names = [["before", "after"][:: -1 if i % 2 else 1] for i in range(7)]
+draw_readings(
+    [
+        ("seven, then seven", zip(["before"] * 7 + ["after"] * 7, costs, strict=True)),
+        ("in turn", zip(chain(*names), costs, strict=True)),
+    ],
+    "Fourteen runs of the same work on a machine that gets slower. One after the other, the "
+    "drift is charged to whoever came second. In turn, both pay for it.",
+)
+
+# %% [markdown]
+# ## What to write beside a number
+#
+# A reading is worth keeping with what it depends on. A record names the command that makes
+# it again, the commit, the processor, the Python, the number of repeats, and has the
+# spread beside each median. Each of its rows says what was done, by whom, and what it
+# is compared with.
+
+
+# %% export="bench.py" tags=["hide-input"]
+@dataclass(frozen=True)
+class Row:
+    """One line of a record. `unit` is "s" or "B"; `ratio` is to `against`."""
+
+    load: str
+    operation: str
+    page_size: int
+    engine: str
+    tokens: float
+    unit: str
+    median: float
+    low: float
+    high: float
+    against: str
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+
+def make_row(
+    what: tuple[str, str, int],
+    engine: str,
+    found: Measurement,
+    against: tuple[str, Measurement],
+    unit: str = "s",
+) -> Row:
+    """A row about (load, operation, page size), compared with a named measurement."""
+    name, other = against
+    ratio = compare(found, other)
+    return Row(
+        *what,
+        engine=engine,
+        tokens=found.count,
+        unit=unit,
+        median=found.median,
+        low=found.low,
+        high=found.high,
+        against=name,
+        ratio=ratio.median,
+        ratio_low=ratio.low,
+        ratio_high=ratio.high,
+    )
+
+
+def make_rows(
+    what: tuple[str, str, int], found: Mapping[str, Measurement], unit: str = "s"
+) -> list[Row]:
+    """A row for each contestant, all compared with the first."""
+    first = next(iter(found.items()))
+    return [make_row(what, name, each, first, unit) for name, each in found.items()]
+
+
+# %% export="bench.py" tags=["hide-input"]
+def make_record(command: str, rows: Iterable[Row], **facts: Any) -> dict[str, Any]:
+    """Measured rows with what they depend on, ready to be written as JSON."""
+    return {
+        "command": command,
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **facts,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text("utf-8").splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return (names or [platform.processor() or platform.machine()])[0].strip()
+
+
+def commit() -> str:
+    """The commit that was measured, with `+` if files differ from it; or ""."""
+    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    folder = Path(__file__).parent
+    try:
+        told = subprocess.run(describe, cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return told.stdout.strip()
+
+
+# %% [markdown]
+# ## Four kinds of traffic
+#
+# Now the thing that we wanted to measure. "A match" depends on what is in the tree, so the
+# loads are a part of the procedure. Three shapes cover what caches meet: many prompts behind
+# one system prompt; conversations, whose every turn repeats all turns before it; and prompts
+# that have nothing in common. The fourth is the worst case of the second. Our tree keeps a
+# conversation in one node as long as nothing branches off, and would be measured at its best.
+# So in the fourth load every turn has been answered twice, and the path to the last one runs
+# through 64 nodes, in anybody's tree. All are drawn from a seed: two runs measure the same.
+
+# %% export="bench_cache.py"
+"""The loads of `minivllm bench cache`, and what is done with them."""
+
+import gc
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from random import Random
+from typing import Any, Protocol
+
+from minivllm.prefix_cache import HashIndex, PrefixCache
+from minivllm.radix import RadixCache, Slots
+
+
+def draw_tokens(rng: Random, num_tokens: int) -> "array[int]":
+    """Random token ids below 65,536."""
+    return array("i", array("H", rng.randbytes(2 * num_tokens)))
+
+
+ELSE = array("i", range(65_536, 65_552))  # a page of ids that are never drawn
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences to enter, `step` tokens at a time (0: at once), all of them in turn.
+
+    With `fork` something else branches off after each step. `renewed` gives sequences
+    that are not entered: each with `tail` new last tokens.
+    """
+
+    name: str
+    sequences: tuple["array[int]", ...]
+    tail: int
+    step: int = 0
+    fork: bool = False
+
+    def entries(self) -> Iterator["array[int]"]:
+        """What is entered, in its order. Copies, so that no cache can keep ours."""
+        length = len(self.sequences[0])
+        for end in range(self.step or length, length + 1, self.step or length):
+            for sequence in self.sequences:
+                yield sequence[:end]
+                if self.fork:
+                    yield sequence[:end] + ELSE
+
+    def renewed(self, seed: object, limit: int = 100) -> list["array[int]"]:
+        """The first sequences, with new last tokens for each seed."""
+        rng = Random(f"{self.name} {seed}")
+        chosen = self.sequences[:limit]
+        return [ids[: -self.tail] + draw_tokens(rng, self.tail) for ids in chosen]
+
+
+def make_loads(seed: int = 0, scale: float = 1.0) -> list[Load]:
+    """The four loads; `scale` multiplies how many sequences, and turns, they have."""
+    rng = Random(f"loads {seed}")
+    many, few, turns = (max(2, round(n * scale)) for n in (1000, 20, 64))
+    head = draw_tokens(rng, 2048)
+    shared = tuple(head + draw_tokens(rng, 2048) for _ in range(many))
+    talks = tuple(draw_tokens(rng, 512 * turns) for _ in range(few))
+    unshared = tuple(draw_tokens(rng, 2048) for _ in range(many))
+    return [
+        Load("shared", shared, tail=2048),
+        Load("conversations", talks, tail=512, step=512),
+        Load("answered twice", talks, tail=512, step=512, fork=True),
+        Load("unshared", unshared, tail=2048),
+    ]
+
+
+# %% [markdown]
+# A contestant is a small class: it encodes a sequence (outside the clock), matches, inserts
+# and evicts. Ours do little more than pass the calls on. Whatever has these five methods can
+# be measured, a ten-line twin as well as another engine's tree.
+
+
+# %% export="bench_cache.py"
+class Tree(Protocol):
+    """A prefix tree under test."""
+
+    def encode(self, token_ids: "array[int]") -> Any:
+        """A key, and the slots of its tokens, as this tree wants them."""
+
+    def match(self, key: Any) -> int:
+        """Look up; the tokens found."""
+
+    def insert(self, key: Any) -> int:
+        """Enter; the tokens that were there."""
+
+    def evict(self, num_tokens: int) -> int:
+        """Make room; the tokens that went."""
+
+    def untraced_bytes(self) -> int:
+        """Memory that Python's allocator does not see: tensors."""
+
+
+class OwnTree:
+    """Our radix tree or hash index."""
+
+    def __init__(self, index: type[RadixCache], page_size: int) -> None:
+        self.cache = index(page_size)
+
+    def encode(self, token_ids: "array[int]") -> tuple["array[int]", Slots]:
+        """The ids as they are; one slot a page."""
+        size = self.cache.page_size
+        firsts = range(0, len(token_ids) // size * size, size)
+        return token_ids, Slots(array("i", firsts), size)
+
+    def match(self, key: tuple["array[int]", Slots]) -> int:
+        """Look up; the tokens found."""
+        return self.cache.match_prefix(key[0]).matched_len
+
+    def insert(self, key: tuple["array[int]", Slots]) -> int:
+        """Enter; the tokens that were there."""
+        return self.cache.insert(*key)
+
+    def evict(self, num_tokens: int) -> int:
+        """Make room, as the engine does, in pages; the tokens that went."""
+        size = self.cache.page_size
+        return size * len(self.cache.evict_pages(-(-num_tokens // size)))
+
+    def untraced_bytes(self) -> int:
+        """None: it holds bytes and arrays."""
+        return 0
+
+
+MakeTree = Callable[[int], Tree]  # from a page size
+OWN_TREES: dict[str, MakeTree] = {
+    "radix": lambda page_size: OwnTree(RadixCache, page_size),
+    "hash": lambda page_size: OwnTree(HashIndex, page_size),
+}
+
+# %% [markdown]
+# The operations. A look-up comes in two kinds: a prompt whose beginning is known and whose
+# tail is new, and a prompt that was seen before, whole. An insertion enters a new tail behind
+# what is known: for the conversations a 64th turn, at 32,768 tokens, behind 63 others. In each
+# repeat the tails are new ones, or the second repeat would measure
+# an insertion that finds everything there.
+
+
+# %% export="bench_cache.py"
+def fill(tree: Tree, load: Load) -> int:
+    """Enter a load; the tokens that were new to the tree."""
+    return sum(len(ids) - tree.insert(tree.encode(ids)) for ids in load.entries())
+
+
+def match_trial(tree: Tree, sequences: list["array[int]"]) -> Trial:
+    """Look all of them up."""
+    keys = [tree.encode(ids) for ids in sequences]
+    size = len(keys)
+    return Trial(lambda: sum(map(tree.match, keys)) / size, num_ops=size)
+
+
+def insert_trial(tree: Tree, load: Load) -> Trial:
+    """Enter sequences with new tails, other ones in each repeat."""
+    keys: list[Any] = []
+    numbers = count()
+
+    def prepare() -> None:
+        renewed = load.renewed(("insert", next(numbers)))
+        keys[:] = [tree.encode(ids) for ids in renewed]
+
+    size = len(load.renewed(0))
+    return Trial(lambda: sum(map(tree.insert, keys)) / size, prepare, size)
+
+
+# %% [markdown]
+# Evicting shrinks the tree, so before each repeat it is filled up again to the same number of
+# leaves. `supply` brings sequences that were never in it.
+
+
+# %% export="bench_cache.py"
+def evict_trial(
+    tree: Tree,
+    supply: Iterator["array[int]"],
+    num_leaves: int,
+    num_tokens: int,
+    ops: int,
+) -> Trial:
+    """Evict `num_tokens` at a time, `ops` times, from a tree of so many leaves."""
+    missing = num_leaves
+
+    def prepare() -> None:
+        nonlocal missing
+        for ids in islice(supply, missing):
+            tree.insert(tree.encode(ids))
+        missing = ops
+
+    def work() -> float:
+        return sum(tree.evict(num_tokens) for _ in range(ops)) / ops
+
+    return Trial(work, prepare, ops)
+
+
+def single_pages(page_size: int) -> Iterator["array[int]"]:
+    """Sequences of one page, no two alike, without end."""
+    for start in count(0, page_size):
+        yield array("i", range(start, start + page_size))
+
+
+def random_sequences(seed: object, num_tokens: int) -> Iterator["array[int]"]:
+    """Sequences that share nothing, without end."""
+    rng = Random(f"{seed}")
+    while True:
+        yield draw_tokens(rng, num_tokens)
+
+
+# %% [markdown]
+# Memory is not timed. Python's own allocator says how much a tree has kept when all its
+# inputs are gone; a tree that keeps tensors adds what they hold.
+
+
+# %% export="bench_cache.py"
+def bytes_per_token(make: MakeTree, page_size: int, load: Load) -> Measurement:
+    """What a filled tree holds, keys included, for each token in it."""
+    tracemalloc.start()
+    tree = make(page_size)
+    num_tokens = fill(tree, load)
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0] + tree.untraced_bytes()
+    tracemalloc.stop()
+    return Measurement((held / num_tokens,), num_tokens)
+
+
+# %% [markdown]
+# The last question is about more than an index: what does the cache cost *a request*? Hash or
+# walk, look up, take pages, publish them, give all back. The pool has room for everything
+# (`cold`); or is full, so that each new page must be taken from an older prompt (`full`); or
+# the request came before (`warm`).
+
+
+# %% export="bench_cache.py"
+class Manager(Protocol):
+    """A cache with its pages under test."""
+
+    def request(self, token_ids: "array[int]") -> Any:
+        """A request, as it is before the cache has seen it."""
+
+    def serve(self, request: Any) -> int:
+        """Its whole way through the cache; the tokens found."""
+
+
+class OwnManager:
+    """Our prefix cache, under one of its indexes."""
+
+    def __init__(self, index: str, num_pages: int, page_size: int) -> None:
+        self.cache = PrefixCache(num_pages, page_size, index)
+
+    def request(self, token_ids: "array[int]") -> "array[int]":
+        """The encoded ids: a request has them."""
+        return token_ids
+
+    def serve(self, request: "array[int]") -> int:
+        """Find, acquire, publish, release."""
+        match = self.cache.find(request)
+        lease = self.cache.acquire(match, len(request))
+        self.cache.release(lease, request, len(request))
+        return match.matched_len
+
+
+MakeManager = Callable[[int, int], Manager]  # from a number of pages, and their size
+OWN_MANAGERS: dict[str, MakeManager] = {
+    "hash": lambda num_pages, page_size: OwnManager("hash", num_pages, page_size),
+    "radix": lambda num_pages, page_size: OwnManager("radix", num_pages, page_size),
+}
+
+
+def request_trial(
+    make: MakeManager, state: str, num_tokens: int, ops: int, page_size: int = 16
+) -> Trial:
+    """Serve `ops` requests by a cache that is `cold`, `full` or `warm`."""
+    room = ops * (num_tokens // page_size + (state != "full"))
+    manager, numbers, requests = make(room, page_size), count(), list[Any]()
+
+    def prepare() -> None:
+        nonlocal manager
+        rng = Random(f"{num_tokens} {0 if state == 'warm' else next(numbers)}")
+        ids = [draw_tokens(rng, num_tokens) for _ in range(ops)]
+        if state == "cold":
+            manager = make(room, page_size)
+        requests[:] = map(manager.request, ids)
+
+    return Trial(lambda: sum(map(manager.serve, requests)) / ops, prepare, ops)
+
+
+# %% [markdown]
+# The first round of a warm or a full cache finds it empty; that is what the warm-up round is for.
+# All of it together yields rows, one after the other, as they are measured. The hash index
+# sits out at page size 1: one table entry for each token is a size that nobody runs.
+
+
+# %% export="bench_cache.py"
+@dataclass(frozen=True)
+class CacheBench:
+    """What `minivllm bench cache` measures; iterate over `rows()`."""
+
+    trees: Mapping[str, MakeTree]
+    managers: Mapping[str, MakeManager]
+    page_sizes: tuple[int, ...] = (1, 16)
+    repeats: int = 7
+    scale: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.page_sizes, default=0) < 1:
+            raise ValueError(f"page sizes must be at least 1: {self.page_sizes}")
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale must be above 0 and at most 1, not {self.scale}")
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, not {self.repeats}")
+
+    def rows(self) -> Iterator[Row]:
+        """Measure everything, row by row."""
+        loads = make_loads(self.seed, self.scale)
+        for size in self.page_sizes:
+            for load in loads:
+                yield from self._tree_rows(load, size)
+            yield from self._eviction_rows(size)
+            yield from self._leaf_rows(size)
+            for load in loads:
+                yield from self._memory_rows(load, size)
+        yield from self._request_rows()
+
+    def _rows(self, what: tuple[str, str, int], trials: dict[str, Trial]) -> list[Row]:
+        return make_rows(what, measure(trials, self.repeats)) if trials else []
+
+    def _makers(self, page_size: int) -> dict[str, MakeTree]:
+        hidden = {"hash"} if page_size == 1 else set()
+        return {name: m for name, m in self.trees.items() if name not in hidden}
+
+
+# %% export="bench_cache.py" tags=["hide-input"]
+class CacheBench(CacheBench):
+    def _tree_rows(self, load: Load, size: int) -> Iterator[Row]:
+        trees = {name: make(size) for name, make in self._makers(size).items()}
+        for tree in trees.values():
+            fill(tree, load)
+        new, again = load.renewed("match"), list(load.sequences[:100])
+        trials = {name: match_trial(tree, new) for name, tree in trees.items()}
+        yield from self._rows((load.name, "match, new tail", size), trials)
+        trials = {name: match_trial(tree, again) for name, tree in trees.items()}
+        yield from self._rows((load.name, "match, again", size), trials)
+        trials = {name: insert_trial(tree, load) for name, tree in trees.items()}
+        yield from self._rows((load.name, "insert", size), trials)
+
+    def _eviction_rows(self, size: int) -> Iterator[Row]:
+        """2,048 tokens at a time, while 1,000 leaves become 900."""
+        leaves, ops = (max(2, round(n * self.scale)) for n in (1000, 100))
+        trials = {
+            name: evict_trial(
+                make(size), random_sequences(self.seed, 2048), leaves, 2048, ops
+            )
+            for name, make in self._makers(size).items()
+        }
+        yield from self._rows(("unshared", "evict 2,048 tokens", size), trials)
+
+    def _leaf_rows(self, size: int) -> Iterator[Row]:
+        """One page at a time, from few leaves and from a hundred times as many."""
+        few = max(2, round(1000 * self.scale))
+        ops = max(1, few // 20)
+        trials = {
+            (name, leaves): evict_trial(
+                make(size), single_pages(size), leaves, size, ops
+            )
+            for name, make in self._makers(size).items()
+            for leaves in (few, 100 * few)
+        }
+        found = measure({f"{n} {k}": t for (n, k), t in trials.items()}, self.repeats)
+        for name, leaves in trials:
+            what = (f"{leaves:,} leaves", "evict a page", size)
+            base = f"{name} {few}"
+            against = (f"{name}, {few:,} leaves", found[base])
+            yield make_row(what, name, found[f"{name} {leaves}"], against)
+
+
+# %% export="bench_cache.py" tags=["hide-input"]
+class CacheBench(CacheBench):
+    def _memory_rows(self, load: Load, size: int) -> Iterator[Row]:
+        found = {
+            name: bytes_per_token(make, size, load)
+            for name, make in self._makers(size).items()
+        }
+        yield from make_rows((load.name, "memory of a token", size), found, "B")
+
+    def _request_rows(self) -> Iterator[Row]:
+        for num_tokens, most in ((4096, 20), (32_768, 4)):
+            ops = max(2, round(most * self.scale))
+            for state in ("cold", "full", "warm"):
+                trials = {
+                    name: request_trial(make, state, num_tokens, ops)
+                    for name, make in self.managers.items()
+                }
+                what = (f"request of {num_tokens:,}", state, 16)
+                yield from self._rows(what, trials)
+
+
+# %% [markdown]
+# ## Guests
+#
+# Ours against ours says little. SGLang has a radix tree and vLLM a block table, both in Python,
+# and both are in wheels that anyone can download. To run them they would have to be
+# installed, with kernels and servers that want a GPU. But their caches are plain data
+# structures: a handful of files of each package. So we run these files and put *stand-ins* in
+# the place of all that they import and a cache does not need. A stand-in has every name, can
+# be called, and can be inherited from.
+
+# %% export="peers.py"
+"""Prefix caches of other engines, to be measured in the process that measures ours.
+
+Taken from what is installed, or from a wheel or folder that need not be installed. Only
+the modules of the cache are run. What else these import (kernels, configuration,
+servers) is replaced by stand-ins.
+"""
+
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import distributions
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class AnyName(type):
+    """The type of stand-ins: a name that is asked for is there, a stand-in itself."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return stand_in(name)
+
+
+class Blank(metaclass=AnyName):
+    """What a stand-in and its instances do: take anything, do nothing."""
+
+    def __init__(self, *args: object, **named: object) -> None: ...
+
+    def __init_subclass__(cls, **named: object) -> None: ...
+
+    def __class_getitem__(cls, item: object) -> Any:
+        return cls
+
+    def __getattr__(self, name: str) -> Any:
+        return stand_in(name)
+
+    def __call__(self, *args: object, **named: object) -> Any:
+        return self
+
+
+def stand_in(name: str) -> Any:
+    """A class to call, to inherit from, to take names from; no special methods."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return AnyName(name, (Blank,), {})
+
+
+# %% [markdown]
+# An import hook decides which module is real. It asks the ordinary finders for the chosen ones,
+# answers for the rest of the package itself, and for other packages when nobody has them.
+
+
+# %% export="peers.py"
+class StandIns(MetaPathFinder, Loader):
+    """An import hook: chosen modules are real, what they import may not be."""
+
+    def __init__(self, package: str, place: str, real: Sequence[str]) -> None:
+        self.package, self.place = package, place
+        self.real = {f"{package}.{name}" for name in real}
+        self.others = list(sys.meta_path)
+        self.made: list[str] = []
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """None where the ordinary finders shall go on; else a stand-in."""
+        inside = fullname.partition(".")[0] == self.package
+        if fullname in self.real or (not inside and self._leave(fullname, path)):
+            return None
+        spec = ModuleSpec(fullname, self, is_package=True)
+        folders = [self.place, *fullname.split(".")]
+        spec.submodule_search_locations = ["/".join(folders)]
+        return spec
+
+    def _leave(self, name: str, path: Sequence[str] | None) -> bool:
+        """Whether another package is no concern of ours: it exists, or we are done."""
+        return not self.others or any(f.find_spec(name, path) for f in self.others)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a stand-in module every name; real submodules are themselves."""
+        self.made.append(module.__name__)
+
+        def find(name: str) -> Any:
+            full = f"{module.__name__}.{name}"
+            return import_module(full) if full in self.real else stand_in(name)
+
+        module.__dict__["__getattr__"] = find
+
+
+@contextmanager
+def standing_in(hook: StandIns) -> Iterator[None]:
+    """Import with stand-ins; afterwards they answer for the one package only."""
+    sys.meta_path.insert(0, hook)
+    try:
+        yield
+    finally:
+        hook.others.clear()
+        for name in hook.made:
+            if name.partition(".")[0] != hook.package:
+                del sys.modules[name]
+
+
+# %% [markdown]
+# What is taken from each, and how it is found. A wheel is a zip file, and Python imports from
+# those. A guest that is not here, or that does not load since a newer version looks
+# different, is `PeerAbsent`, with the reason: the record then says so, and nothing is lost.
+
+# %% export="peers.py"
+REAL = {  # the modules that are run; all others of the package are stand-ins
+    "sglang": [
+        f"srt.mem_cache.{name}"
+        for name in (
+            *("radix_cache", "base_prefix_cache", "cache_init_params"),
+            *("events", "utils", "evict_policy"),
+        )
+    ],
+    "vllm": [
+        *("utils", "utils.hashing", "utils.math_utils", "v1.utils", "v1.request"),
+        *("v1.kv_cache_interface", "v1.kv_cache_layout", "v1.kv_cache_spec_registry"),
+        *("v1.structured_output.request", "v1.core.block_pool"),
+        *("v1.core.kv_cache_coordinator", "v1.core.kv_cache_manager"),
+        *("v1.core.kv_cache_metrics", "v1.core.kv_cache_utils"),
+        "v1.core.single_type_kv_cache_manager",
+    ],
+}
+
+
+class PeerAbsent(Exception):
+    """A peer cannot be measured here; the message says why."""
+
+
+@cache
+def load_peer(name: str, places: tuple[str, ...] = ()) -> str:
+    """Import a peer's cache from `places` (wheels, folders) or what is installed.
+
+    Returns its version. Raises `PeerAbsent` where it cannot be had.
+    """
+    found = next(iter(distributions(name=name, path=[*places, *sys.path])), None)
+    if found is None:
+        where = f"not in {', '.join(places)}" if places else "no --peer-path"
+        raise PeerAbsent(f"not installed, {where}")
+    place = str(found.locate_file("")).rstrip("/")
+    try:
+        import torch  # both keep or describe tensors
+
+        torch.set_num_threads(1)
+        with standing_in(StandIns(name, place, REAL[name])):
+            for module in REAL[name]:
+                import_module(f"{name}.{module}")
+    except Exception as error:  # another version may fail in any way
+        told = f"{type(error).__name__}: {error}"
+        raise PeerAbsent(f"{found.version} does not load: {told}") from error
+    return found.version
+
+
+# %% [markdown]
+# SGLang's tree is called as its scheduler calls it: ids in an `array("q")`, slots in a tensor.
+# Its match returns a length and a node; the slots are put together later, which is not timed.
+
+
+# %% export="peers.py" tags=["hide-input"]
+class SglangTree:
+    """SGLang's `RadixCache`, through its public methods (0.5.23)."""
+
+    def __init__(self, page_size: int) -> None:
+        import torch
+
+        self.torch = torch
+        self.api = import_module("sglang.srt.mem_cache.base_prefix_cache")
+        module = import_module("sglang.srt.mem_cache.radix_cache")
+        allocator = SimpleNamespace(
+            device=torch.device("cpu"), free_segment=lambda *args, **named: None
+        )
+        self.new_key = module.RadixKey
+        self.tree = module.RadixCache.create_simulated(
+            mock_allocator=allocator, page_size=page_size
+        )
+
+    def encode(self, token_ids: Sequence[int]) -> tuple[Any, Any]:
+        """The ids in 64 bits; a slot for each token, in a tensor."""
+        return array("q", token_ids), self.torch.arange(len(token_ids))
+
+    def match(self, key: tuple[Any, Any]) -> int:
+        """Look up; the tokens found."""
+        asked = self.api.MatchPrefixParams(key=self.new_key(key[0]))
+        return int(self.tree.match_prefix(asked).device_prefix_len)
+
+    def insert(self, key: tuple[Any, Any]) -> int:
+        """Enter; the tokens that were there."""
+        given = self.api.InsertParams(key=self.new_key(key[0]), value=key[1])
+        return int(self.tree.insert(given).prefix_len)
+
+    def evict(self, num_tokens: int) -> int:
+        """Make room; the tokens that went."""
+        asked = self.api.EvictParams(num_tokens=num_tokens)
+        return int(self.tree.evict(asked).num_tokens_evicted)
+
+    def untraced_bytes(self) -> int:
+        """What its tensors hold."""
+        nodes, total = list(self.tree.root_node.children.values()), 0
+        while nodes:
+            node = nodes.pop()
+            total += node.value.untyped_storage().nbytes()
+            nodes += node.children.values()
+        return total
+
+
+# %% [markdown]
+# vLLM has no tree, and its unit is a request: hash its blocks, look up, allocate (which also
+# enters the blocks in its table), free. Its default hash is SHA-256 of a pickle.
+
+
+# %% export="peers.py" tags=["hide-input"]
+class VllmManager:
+    """vLLM's `KVCacheManager` for one group of attention layers (0.32)."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        import torch
+
+        spec = import_module("vllm.v1.kv_cache_interface")
+        utils = import_module("vllm.v1.core.kv_cache_utils")
+        sha256 = import_module("vllm.utils.hashing").sha256
+        utils.init_none_hash(sha256)
+        layers = spec.FullAttentionSpec(
+            block_size=page_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        config = spec.KVCacheConfig(
+            num_blocks=num_pages + 1,  # it keeps one for itself
+            kv_cache_tensors=[],
+            kv_cache_groups=[spec.KVCacheGroupSpec(["layer"], layers)],
+        )
+        manager = import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
+        self.manager = manager(config, 2**20, page_size, page_size)
+        self.hash_blocks = utils.get_request_block_hasher(page_size, sha256)
+        self.new_request = import_module("vllm.v1.request").Request
+        self.num_requests = 0
+
+    def request(self, token_ids: Sequence[int]) -> Any:
+        """A request whose blocks have no hashes yet."""
+        params = SimpleNamespace(
+            max_tokens=1,
+            extra_args=None,
+            structured_outputs=None,
+            skip_reading_prefix_cache=False,
+        )
+        self.num_requests += 1
+        return self.new_request(str(self.num_requests), list(token_ids), params, None)
+
+    def serve(self, request: Any) -> int:
+        """Hash, look up, allocate, free; the tokens found."""
+        request.block_hashes = self.hash_blocks(request)
+        blocks, found, _ = self.manager.get_computed_blocks(request)
+        missing = request.num_tokens - found
+        given = self.manager.allocate_slots(request, missing, found, blocks)
+        assert given is not None, "out of blocks"
+        self.manager.free(request)
+        return int(found)
+
+
+# %% export="peers.py" tags=["hide-input"]
+@dataclass
+class Guests:
+    """The peers that are here, as contestants, and what is to be said of each."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    trees: dict[str, Callable[[int], SglangTree]] = field(default_factory=dict)
+    managers: dict[str, Callable[[int, int], VllmManager]] = field(default_factory=dict)
+
+
+def invite(names: Sequence[str], places: Sequence[str] = ()) -> Guests:
+    """Load peers by name; `ValueError` for a name that nobody has an adapter for."""
+    guests = Guests()
+    for name in names:
+        if name not in REAL:
+            offered = ", ".join(REAL)
+            raise ValueError(f"peer must be one of {offered}, not {name!r}")
+        try:
+            guests.versions[name] = load_peer(name, tuple(places))
+        except PeerAbsent as reason:
+            guests.absent[name] = str(reason)
+    guests.trees = {"sglang": SglangTree} if "sglang" in guests.versions else {}
+    guests.managers = {"vllm": VllmManager} if "vllm" in guests.versions else {}
+    return guests
+
+
+# %% [markdown]
+# ## The command
+#
+# `minivllm bench cache` prints each row when it is measured, so that one sees it move, and
+# keeps all of them in a record if asked. A fault in what was typed, a file that cannot be
+# written for example, is told before anything is measured.
+
+# %% export="command_bench.py"
+"""The command `minivllm bench`: what is measured, each under its own name."""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from minivllm.cli import SCHEMA_VERSION
+
+app = typer.Typer(help="Measure, in one process, in turn, with the spread.")
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add this module's commands to the command line."""
+    root.add_typer(app, name="bench")
+
+
+@app.callback()
+def bench() -> None:
+    """Measure, in one process, in turn, with the spread."""
+
+
+@app.command()
+def cache(
+    peer: Annotated[
+        list[str] | None, typer.Option(help="sglang, vllm; repeat for both.")
+    ] = None,
+    peer_path: Annotated[
+        list[str] | None, typer.Option(help="A wheel or folder that has a peer.")
+    ] = None,
+    page_size: Annotated[
+        list[int] | None, typer.Option(help="Tokens in a page; default 1 and 16.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Readings of each row.")] = 7,
+    scale: Annotated[
+        float, typer.Option(help="Share of the full loads, up to 1.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the loads.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON.")
+    ] = False,
+) -> None:
+    """Prefix trees and caches: match, insert, evict, memory, whole requests."""
+    if record is not None and not record.parent.is_dir():
+        raise ValueError(f"--record: there is no folder {record.parent}")
+    guests = invite(peer or [], peer_path or [])
+    work = CacheBench(
+        OWN_TREES | guests.trees,
+        OWN_MANAGERS | guests.managers,
+        tuple(page_size or (1, 16)),
+        repeats,
+        scale,
+        seed,
+    )
+    rows = list(tell(work.rows(), guests.absent, sys.stderr if as_json else sys.stdout))
+    facts: dict[str, Any] = {"repeats": repeats, "scale": scale, "seed": seed}
+    given = [f"--{name} {value}" for name, value in facts.items()]
+    given += [f"--page-size {size}" for size in work.page_sizes]
+    given += [f"--peer {name}" for name in peer or []]
+    facts |= {"peers": guests.versions, "absent": guests.absent}
+    command = " ".join(["minivllm bench cache", *given])
+    keep(make_record(command, rows, **facts), record, as_json)
+
+
+# %% [markdown]
+# A row for people: who did what, how long it took, how far the readings lie apart, and the
+# ratio with its own spread.
+
+
+# %% export="command_bench.py" tags=["hide-input"]
+def quantity(value: float, unit: str) -> str:
+    """A time in the unit that suits it, or bytes."""
+    if unit == "B":
+        return f"{value:.1f} B"
+    for factor, name in ((1e9, "ns"), (1e6, "µs"), (1e3, "ms")):
+        if value * factor < 1000:
+            return f"{value * factor:.3g} {name}"
+    return f"{value:.3g} s"
+
+
+def in_words(row: Row) -> str:
+    """One line of the table."""
+    low, high = quantity(row.low, row.unit), quantity(row.high, row.unit)
+    ratio = f"{row.ratio:6.2f} ({row.ratio_low:.2f} to {row.ratio_high:.2f})"
+    return (
+        f"{row.load:<18} {row.operation:<20} {row.page_size:>4}  {row.engine:<8}"
+        f"{row.tokens:>10,.0f} {quantity(row.median, row.unit):>10}"
+        f"  {f'{low} to {high}':<22} {ratio} × {row.against}"
+    )
+
+
+def tell(rows: Iterable[Row], absent: dict[str, str], to: Any) -> Iterable[Row]:
+    """Print rows as they come, and pass them on."""
+    for name, reason in absent.items():
+        typer.echo(f"{name}: not measured: {reason}", file=to)
+    typer.echo(
+        f"{'load':<18} {'operation':<20} {'page':>4}  {'engine':<8}{'tokens':>10}"
+        f" {'median':>10}  {'spread':<22}  ratio (spread)",
+        file=to,
+    )
+    for row in rows:
+        typer.echo(in_words(row), file=to)
+        yield row
+
+
+def keep(record: dict[str, Any], path: Path | None, as_json: bool) -> None:
+    """Write a record to a file, print it, or both."""
+    whole = {"schema_version": SCHEMA_VERSION} | record
+    if path is not None:
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(whole))
+
+
+# %% [markdown]
+# ## Counts first
+#
+# Before any time is believed: do all contestants do the same work? A hundredth of the loads,
+# one repeat, and the tokens that each operation found, entered or evicted. These are
+# the same on every machine.
+
+# %% name="counts"
+small = CacheBench(OWN_TREES, OWN_MANAGERS, (16,), repeats=1, scale=0.01)
+tokens = {}
+for row in small.rows():
+    if row.unit == "s":
+        tokens.setdefault((row.load, row.operation), []).append(f"{row.tokens:,.0f}")
+for (load, operation), each in tokens.items():
+    print(f"{load:<18} {operation:<20} {' '.join(f'{n:>7}' for n in each)}")
+
+# %% [markdown]
+# The columns are the radix tree and the hash index (in the last six rows the other way round),
+# and they agree. The `cold` and `full` requests find nothing, the `warm` ones everything. In
+# this small run a "conversation" has two turns, so a new last turn finds [512](#counts) tokens.
+#
+# ## The record
+#
+# The whole of it takes minutes, and wants a machine that does nothing else, so it is not run
+# with the book. Its record is kept in `figures/measured/cache.json`, and what follows is
+# read from there. The command, and under what it ran:
+
+# %% name="record"
+import json
+from pathlib import Path
+
+record = json.loads(Path("../figures/measured/cache.json").read_text("utf-8"))
+for fact in ("command", "commit", "cpu", "cores", "python", "peers", "absent"):
+    print(f"{fact:<8} {record[fact]}")
+
+# %% tags=["hide-input"]
+from math import log10
+
+STATES = {
+    "radix": "published",
+    "hash": "pinned",
+    "sglang": "private",
+    "vllm": "private",
+}
+
+
+def draw_record(rows, engines, caption, left=270, decade=90):
+    """A line for each operation, a mark for each engine: its spread, and its median."""
+    picture = Picture(caption)
+    chosen = [row for row in rows if row["engine"] in engines]
+    labels = list(dict.fromkeys((row["load"], row["operation"]) for row in chosen))
+    bottom = 50 + 24 * len(labels)
+    units = ["1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s"]
+    for i, unit in enumerate(units):
+        picture.line(left + i * decade, 46, left + i * decade, bottom)
+        picture.text(left + i * decade, 38, unit)
+    for i, engine in enumerate(engines):
+        picture.box(left + 90 * i, 0, 14, 14, STATES[engine])
+        picture.text(left + 90 * i + 20, 12, engine, "start")
+    for load, operation in labels:
+        y = 60 + 24 * labels.index((load, operation))
+        picture.text(left - 14, y + 8, f"{load}: {operation}", "end")
+    for row in chosen:
+        y = 60 + 24 * labels.index((row["load"], row["operation"]))
+        low, middle, high = (
+            left + decade * (log10(row[name]) + 6) for name in ("low", "median", "high")
+        )
+        picture.box(low, y + 2, high - low, 4, STATES[row["engine"]])
+        picture.box(middle - 5, y - 1, 10, 10, STATES[row["engine"]])
+    return picture
+
+
+timed = [r for r in record["rows"] if r["unit"] == "s" and r["page_size"] == 16]
+draw_record(
+    [r for r in timed if "request" not in r["load"]],
+    ("hash", "sglang", "radix"),
+    "Seconds for one operation at page size 16, each step of the scale ten times the one "
+    "before; the thin bar is the spread of the repeats, the square their median.",
+)
+
+# %% tags=["hide-input"]
+draw_record(
+    [r for r in timed if "request" in r["load"]],
+    ("vllm", "hash", "radix"),
+    "The whole way of one request through the cache: find, allocate, publish, free.",
+)
+
+# %% [markdown]
+# A picture tempts to read medians. The sentence that one may write depends on the spread of the
+# ratio: where it contains 1, nothing was shown. Row by row, what the guests take more or less
+# of, time or bytes. SGLang's tree is compared with ours, vLLM's requests with our hash index,
+# and the eviction from many leaves with the same engine's from few.
+
+# %% name="verdicts"
+
+
+def verdict(row):
+    if row["ratio_low"] > 1:
+        return "more"
+    return "less" if row["ratio_high"] < 1 else "not shown"
+
+
+for row in record["rows"]:
+    itself = row["ratio_low"] == row["ratio_high"] == 1
+    if row["page_size"] == 16 and row["engine"] not in OWN_TREES and not itself:
+        span = f"{row['ratio_low']:.1f} to {row['ratio_high']:.1f}"
+        print(
+            f"{row['load']:<17} {row['operation']:<18} {row['engine']:<6}"
+            f"{quantity(row['median'], row['unit']):>8}"
+            f"{row['ratio']:6.1f} × {span:>14}  {verdict(row)}"
+        )
+
+# %% [markdown]
+# Two things are worth a second look. SGLang's eviction depends on the number of leaves, since
+# it makes a heap of all of them for each call; chapter 3's queue is kept from call to call. And
+# the hash index is far slower than the tree at looking up: it must compute a hash of every page
+# before it can ask for it, where the tree compares bytes.
+#
+# In this page, with a two-hundredth of the load, you can see the second for yourself:
+
+# %% tags=["live"]
+from minivllm.bench import compare, measure
+from minivllm.bench_cache import OWN_TREES, fill, make_loads, match_trial
+
+load = make_loads(scale=0.005)[0]
+trials = {}
+for name in ("radix", "hash"):
+    tree = OWN_TREES[name](16)
+    fill(tree, load)
+    trials[name] = match_trial(tree, list(load.sequences))
+found = measure(trials, repeats=5)
+print("tokens found:", [each.count for each in found.values()])
+print("the hash takes longer in each pair:", compare(*reversed(found.values())).low > 1)
+
+# %% [markdown]
+# ## What these numbers do not say
+#
+# They are about a part. Whether a faster match makes a faster engine depends on what
+# else happens in a step, and the step is the thing to measure next. They are about a warm
+# part: in a server other code runs between two matches, and the first of our five answers
+# may be nearer to the truth than the median. The collector was kept away. The guests were
+# taken from their house: SGLang's match leaves putting slots together for later, vLLM's
+# hash is made so that nobody can forge a collision (ours, BLAKE2b, as well), and each carries
+# options that we do not have. And it is one machine. What travels to another are, if anything, the
+# ratios; the record says from where.
+#
+# ## Exercises
+#
+# ### Exercise 1
+#
+# Five pairs of readings, in milliseconds. Is `after` faster than `before`? Answer three times:
+# by the ratio of the means, by the ratio of the medians, by the median of the pairs' ratios.
+# Then write the sentence that may be published: "faster", "slower" or "not shown".
+
+# %%
+before = Measurement((10.0, 12.0, 14.0, 16.0, 18.0))
+after = Measurement((9.0, 11.0, 13.0, 15.0, 60.0))
+
+# %% tags=["solution"]
+by_means = fmean(after.values) / fmean(before.values)
+by_medians = after.median / before.median
+pairs = compare(after, before)
+sentence = "not shown" if pairs.low <= 1 <= pairs.high else "shown"
+print(f"{by_means:.2f}, {by_medians:.2f}, {pairs.median:.2f}: {sentence}")
+
+# %%
+assert by_means > 1 > by_medians and by_medians == 13 / 14
+assert pairs.median < 1 < pairs.high and sentence == "not shown"
+
+# %% [markdown]
+# ### Exercise 2
+#
+# Somebody times insertions with `Trial(lambda: tree.insert(key))` and reports that our tree
+# inserts faster than it matches. What did the trial measure from its second reading on? Its
+# count tells. Write `mended`, a trial that enters a new tail behind the 2,048 known tokens
+# in each reading.
+
+# %%
+tree = OWN_TREES["radix"](16)
+shared = make_loads(scale=0.005)[0]
+fill(tree, shared)
+key = tree.encode(shared.renewed("mine")[0])
+hasty = Trial(lambda: tree.insert(key))
+print(f"tokens that were there: {measure({'hasty': hasty}, 3)['hasty'].count:,}")
+
+# %% tags=["solution"]
+from itertools import count
+
+keys, numbers = [], count()
+
+
+def renew():
+    keys[:] = [tree.encode(shared.renewed(next(numbers))[0])]
+
+
+mended = Trial(lambda: tree.insert(keys[0]), prepare=renew)
+
+# %%
+grown = tree.cache.total_size
+assert measure({"mended": mended}, repeats=3, warmups=1)["mended"].count == 2048
+assert tree.cache.total_size == grown + 4 * 2048
