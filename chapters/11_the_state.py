@@ -5,9 +5,9 @@
 # seconds later `b` has written its last word too, and the engine reports its end to the
 # coordinator. What must the coordinator still know about `b` at that moment?
 #
-# Nothing, said our first version. `b` waits for nobody, and nobody waits for it. The wait is
-# over, so the flight is over, so forget it. To have that version back, take the set of
-# released ids out of chapter 10's class:
+# Nothing, said our first version. `b` waits for nobody, and nobody waits for it. The wait
+# is over, so the flight is over, so forget it. To have that version back, take the set of
+# released ids out of the class of [chapter 10](10_single_flight.md):
 
 # %% name="first"
 from minivllm.single_flight import SingleFlight, UnknownRequest
@@ -35,11 +35,11 @@ print("a has finished; released:", flights.finished("a"))
 flights.finished("b")
 
 # %% [markdown]
-# The coordinator told `b` to run, and does not know it. Any two equal requests that both end
-# meet this error, so the first benchmark of single-flight finds it. What to do about it is
-# less clear than it looks. Chapter 10 exports the fourth version of this class; the second
-# made the error go away, and the third kept every promise and is gone as well. This chapter
-# runs all four, and lets a search through *every* history tell what each of them breaks.
+# The coordinator told `b` to run, and does not know it. Any two equal requests that both
+# end meet this error, so the first benchmark finds it. What to do about it is less clear
+# than it looks. Chapter 10 exports the fourth version of this class; the second made the
+# error go away, and the third kept every promise and is gone as well. This chapter runs all
+# four, and lets a search through *every* history tell what each of them breaks.
 #
 # ## The version without the error
 #
@@ -63,22 +63,25 @@ class Second(First):
 
 
 # %% [markdown]
-# The history from above passes, and so does the benchmark. Now let one report be wrong: the end
-# of `a` arrives under the name `A`. Any slip in how an engine keeps its ids will do.
+# The history from above passes. Now let one report be wrong: the end of `a` arrives under
+# the name `A`. Any slip in how an engine keeps its ids will do.
 
 # %% name="unseen" claims="R23"
 flights = Second("completion")
-for request_id in ("a", "b", "b2"):
-    print(request_id, "is admitted as", flights.admit(request_id, PROMPTS["P"]))
-print("finished('A') releases:", flights.finished("A"))
-print(len(flights.waiting_for("a")), "requests wait for 'a', which has ended")
+parts = [flights.admit(request_id, PROMPTS["P"]) for request_id in ("a", "b")]
+print(parts, "end of a:", flights.finished("a"), "· end of b:", flights.finished("b"))
+
+flights = Second("completion")
+parts = [flights.admit(request_id, PROMPTS["P"]) for request_id in ("a", "b", "c")]
+print(parts, "end of A:", flights.finished("A"))
+print(len(flights.waiting_for("a")), "requests wait for a, which has ended")
 
 # %% [markdown]
-# An empty list, no error, and [2](#unseen) requests that wait for one that has ended. Nothing will ever
-# release them, and nothing says so.
+# An empty list, no error, and [2](#unseen) requests that wait for one that has ended.
+# Nothing will ever release them, and nothing says so.
 #
-# What the check could not do was tell *b, whom I released* from *A, who never was*. Without it
-# both pass. The check was right, and lacked knowledge.
+# What the check could not do was tell *b, whom I released* from *A, who never was*. Without
+# it both pass. The check was right, and lacked knowledge.
 #
 # ## What we want, in four sentences
 #
@@ -116,7 +119,9 @@ def error_due(world: World, event: Event) -> type[Exception] | None:
 
 # %% [markdown]
 # When an answer comes, the requests do what they are told. Whoever is named in it must have
-# waited for the same prompt, and may run only if nobody leads that prompt any more:
+# waited for the same prompt, and may run only if nobody leads that prompt any more. The one
+# thing that the world knows about the release is when a leader is done: under release after
+# `prefill` it leads until its prompt is computed, otherwise to its end.
 
 
 # %% name="obey"
@@ -147,8 +152,9 @@ def is_led(world: World) -> bool:
 
 
 # %% [markdown]
-# The fourth sentence is about the coordinator's own memory: all its attributes as one value,
-# two statistics excepted. The same value will serve us again below.
+# The fourth sentence is about the coordinator's own memory: all its attributes as one
+# value, two statistics excepted. Sets and tables have no order in it; the line of a
+# flight's followers has one, for the first in line inherits.
 
 # %% name="memory"
 STATISTICS = {"num_flights", "num_followers"}
@@ -222,10 +228,12 @@ EVENTS = all_events("abc", "PQ")
 print(f"{len(EVENTS)} events, {len(EVENTS) ** 10:,} histories of ten of them")
 
 # %% [markdown]
-# [18](#alphabet) things may happen at any time, and [3,570,467,226,624](#alphabet) histories are too many to try. But
-# most of them lead to the same place. If two histories leave the same world and the same
-# memory, whatever comes next is answered alike after both. So we go on from one of them, the
-# shortest: a breadth-first search over pairs of world and memory, the *situations*.
+# [18](#alphabet) things may happen at any time, and [3,570,467,226,624](#alphabet)
+# histories are too many to try. But most of them lead to the same place. A coordinator
+# knows of its past what is in its memory, so if two histories leave the same world and the
+# same memory, whatever comes next is answered alike, and judged alike, after both. We go on
+# from one of them, the shortest: a breadth-first search over pairs of world and memory, the
+# *situations*.
 
 # %% name="search"
 from collections import deque
@@ -265,8 +273,8 @@ def explore(make, release: str, events=EVENTS, longest: int = 12) -> Iterator[Tr
 
 
 # %% [markdown]
-# Nothing is copied. A situation is reached by telling its history to a new coordinator.
-# And a history ends at its first fault, because after that nobody can say what is right.
+# Nothing is copied. A situation is reached by telling its history to a new coordinator. And
+# a history ends at its first fault, because after that nobody can say what is right.
 #
 # Here are the first two versions under both releases, and for each sentence that they break
 # the shortest history that does it:
@@ -298,11 +306,11 @@ for make, release in product((First, Second), RELEASES):
         print(f"    not {sentence}, {len(history)} events: {words(history)}")
 
 # %% [markdown]
-# The search finds in [4](#two-designs) events what the benchmark found. It also finds what the benchmark did
-# not. Under release after `prefill` the first version needs no second request: a lone leader
-# is forgotten with its flight, releases nobody, and then its own end is unknown. And
-# whoever is forgotten can be admitted *again* while it runs. Two sentences break for one
-# reason: those whom the coordinator takes for live are not those who live.
+# The search finds in [4](#two-designs) events what the benchmark found. It also finds what
+# the benchmark did not. Under release after `prefill` the first version needs no second
+# request: a lone leader is forgotten with its flight, releases nobody, and then its own end
+# is unknown. And whoever is forgotten can be admitted *again* while it runs. Two sentences
+# break for one reason: those whom the coordinator takes for live are not those who live.
 #
 # The run from the beginning, drawn by letting the world follow it:
 
@@ -331,17 +339,18 @@ timeline(
     First,
     "completion",
     shortest(First, "completion")[HEARD],
-    "Events from left to right, below them what each request does from then on. b runs "
-    "when it reports its end, and the first version answers (red) that there is no b.",
+    "Events from left to right, and what each request does after each. At the red answer: "
+    "what it did when it came. b runs, reports its end, and is told that there is no b.",
 )
 
 # %% [markdown]
 # ## The version with a state
 #
-# So the check stays, and the coordinator must know released requests until they end. It owns
-# an object that knows them: their flight. Let the flight live on, then. To tell a flight that
-# is computing from one that is over, give it a state: *active* while its followers wait,
-# *draining* while they run. Who ends is struck off, and the last one takes the flight along.
+# So the check stays, and the coordinator must know released requests until they end. It
+# owns an object that knows them: their flight. Let the flight live on, then. To tell a
+# flight that is computing from one that is over, give it a state: *active* while its
+# followers wait, *draining* while they run. Who ends is struck off, and the last one takes
+# the flight along.
 #
 # What was true of every flight is now true of some, so the code has to ask. We give each
 # question a name, to find out later which of them are needed.
@@ -379,9 +388,10 @@ class Questions(First):
 
 
 # %% [markdown]
-# The last question comes from the prompt. While a flight drains, its prompt may arrive again.
-# The new request must not join a flight that will release nobody. It opens a second one, and
-# the index has room for one flight of each prompt: from then on it names the younger.
+# The last question comes from the prompt. While a flight drains, its prompt may arrive
+# again. The new request must not join a flight that will release nobody. It opens a second
+# one, and the index has room for one flight of each prompt: from then on it names the
+# younger.
 
 
 # %% name="third"
@@ -412,7 +422,7 @@ class Third(Questions):
 
 
 # %% [markdown]
-# Then the three reports. The flight goes with its last member, and so does its entry in the
+# Then the reports. The flight goes with its last member, and so does its entry in the
 # index, if that is still its own.
 
 
@@ -429,6 +439,21 @@ class Third(Third):
         self._leave(flight, request_id)
         return released
 
+    def _leave(self, flight, request_id):
+        del self._members[request_id]
+        flight.followers.pop(request_id, None)
+        if flight.leader == request_id:
+            flight.leader = None
+        if self.is_over(flight) and self.is_indexed(flight):
+            del self._flights[flight.key]
+
+
+# %% [markdown]
+# When a leader is aborted the next in line takes its place, as in chapter 10:
+
+
+# %% name="abort"
+class Third(Third):
     def aborted(self, request_id):
         flight = self._flight_of(request_id)
         led = flight.leader == request_id
@@ -439,21 +464,14 @@ class Third(Third):
             flight.leader = heir
         return heir, []
 
-    def _leave(self, flight, request_id):
-        del self._members[request_id]
-        flight.followers.pop(request_id, None)
-        flight.leader = None if flight.leader == request_id else flight.leader
-        if self.is_over(flight) and self.is_indexed(flight):
-            del self._flights[flight.key]
-
 
 # %% [markdown]
-# One line deserves a second look: `flight.leader = None`. Under release at completion the
-# leader's end is what starts the draining, so a draining flight has no leader. A field that
-# every flight had is optional now.
+# One line of `_leave` deserves a second look: `flight.leader = None`. Under release at
+# completion the leader's end is what starts the draining, so a draining flight has no
+# leader. A field that every flight had is optional now.
 #
-# This was written for release at completion, and there the search has no objection. Then came
-# release after `prefill`: one more line in `prefilled`, no new field.
+# This was written for release at completion, and there the search has no objection. Then
+# came release after `prefill`: one more line in `prefilled`, no new field.
 
 # %% name="early"
 for release in RELEASES:
@@ -474,10 +492,11 @@ timeline(
 
 # %% [markdown]
 # `aborted` lets the next follower inherit, and took for granted that followers wait. Under
-# release at completion they do whenever there is a leader whose place could be
-# inherited. Under early release a flight may have a leader who decodes and followers who
-# run. Nothing in the class says so: the fields can hold it, and the old code reads them in the
-# old way. We need one more question:
+# release at completion they do whenever there is a leader whose place could be inherited.
+# Under early release a flight may have a leader who decodes and followers who run. Nothing
+# in the class says so: the fields can hold it, and the old code reads them in the old way.
+# An engine that gets this answer queues `b` a second time, while it is running. We need one
+# more question:
 
 
 # %% name="third-repaired"
@@ -497,20 +516,19 @@ for release in RELEASES:
     found = tries(Third, release)
     longest = max(len(t.history) for t in found) - 1
     assert longest < 12, "the search did not come to its end"
-    print(
-        f"{release:10} {len(found):6,} events tried, no new situation after",
-        f"{longest} events, broken: {shortest(Third, release) or 'nothing'}",
-    )
+    broken = shortest(Third, release) or "nothing"
+    print(f"{release}: {len(found):,} events tried, {longest} deep, broken: {broken}")
 
 # %% [markdown]
-# Nothing is broken. After [10](#third-repaired) events no history reaches a situation that a shorter one has
-# not reached, so with three ids and two prompts this holds for histories of any length. By
-# the four sentences the third version is right.
+# Nothing is broken. The search came to its end by itself: after [10](#third-repaired)
+# events no history reaches a situation that a shorter one has not reached, so with three
+# ids and two prompts this holds for histories of any length. By the four sentences the
+# third version is right.
 #
 # ## What it takes to watch a state
 #
-# Right, at what price? There are six questions now. Let each be answered always with yes, then
-# always with no, and search:
+# Right, at what price? There are six questions now. Let each be answered always with yes,
+# then always with no, and search:
 
 # %% name="checks"
 QUESTIONS = (
@@ -524,21 +542,22 @@ def always(question: str, answer: bool) -> type:
     return type("Third", (Third,), {question: lambda self, *_: answer})
 
 
+print(f"{'question':12}{'always':8}", *(f"{release:22}" for release in RELEASES))
 for question, answer in product(QUESTIONS, (True, False)):
-    row = f"{question:12}{'yes' if answer else 'no':4}"
+    row = f"{question:12}{'yes' if answer else 'no':9}"
     for release in RELEASES:
         found = explore(always(question, answer), release)
         fault = next((t for t in found if t.broken), None)
-        row += f"{fault.broken if fault else 'nothing':>10}"
-    print(row + "   " + (words(fault.history) if fault else ""))
+        broken = f"not {fault.broken} after {len(fault.history)}" if fault else "–"
+        row += f"{broken:23}"
+    print(row.rstrip())
 print(len(QUESTIONS), "questions")
 
 # %% [markdown]
-# The two columns are the releases, completion and prefill, with the sentence that breaks
-# first; the history is that of prefill. All [six](#checks) questions are needed, and each sentence of the
-# four is broken by one wrong answer or another. Under release at completion `may_inherit` could
-# say yes for ever: that question exists because of early release. The nastiest is
-# `is_indexed`, which has to do with two flights at once:
+# All [six](#checks) questions are needed, and each of the four sentences is broken by one
+# wrong answer or another. Under release at completion `may_inherit` could say yes for ever:
+# that question exists because of early release. The nastiest is `is_indexed`, which is
+# about two flights at once:
 
 # %% tags=["hide-input"]
 broken = always("is_indexed", True)
@@ -553,11 +572,13 @@ timeline(
 )
 
 # %% [markdown]
-# Whoever reads `del self._flights[flight.key]` has to think of this case, and nothing in the
-# class reminds them of it.
+# The prompt is computed twice at the same time, which is what flights are there to prevent.
+# It takes three requests, and a prompt that comes back at the wrong moment. Whoever reads
+# `del self._flights[flight.key]` has to think of that, and nothing in the class reminds
+# them of it.
 #
-# Why does it take so many questions? A stateful flight has four features that the code
-# asks about: its state, whether the index names it, whether it has a leader, whether it has
+# Why does it take so many questions? A stateful flight has four features that the code asks
+# about: its state, whether the index names it, whether it has a leader, whether it has
 # followers. They can be combined in 16 ways. Which of these occur, between two events, in
 # any history?
 
@@ -623,10 +644,10 @@ draw_rows(
 )
 
 # %% [markdown]
-# Release at completion uses [4](#shapes) of the [16](#shapes), early release [8](#shapes). The other eight can be written
-# down and must not be. The questions stand on the borders between the colours. Early release
-# added no field. It doubled the part of the old fields that occurs, and so code that had been
-# right about every flight became wrong about some.
+# Release at completion uses [4](#shapes) of the [16](#shapes), early release [8](#shapes).
+# The other eight can be written down and must not be. The questions stand on the borders
+# between the colours. Early release added no field. It doubled the part of the old fields
+# that occurs, and so code that had been right about every flight became wrong about some.
 #
 # ## Must a flight outlive its release?
 #
@@ -634,16 +655,16 @@ draw_rows(
 # flights a class of their own. Each would make the third version safer. But there is a
 # question that no search so far has asked: *what is the draining flight for?*
 #
-# It is there to recognize ids. For that it keeps much more than ids: which released requests
-# once flew together, who led them, whether the index still names their flight. The
+# It is there to recognize ids. For that it keeps much more than ids: which released
+# requests once flew together, who led them, whether the index still names their flight. The
 # misconception behind it sounds reasonable: *to remember that something goes on, you need a
 # state*. Does any answer depend on what it keeps?
 #
-# This can be computed. Two memories differ, for those outside, if some history from there on is
-# answered differently. So put all memories into one class. Split a class when two of its
-# members answer an event differently, or go from there to different classes; repeat until
-# nothing splits. (Moore did this to machines in 1956.) The number of classes that are left is
-# the number of memories that *any* coordinator with these answers must have.
+# This can be computed. Two memories differ, for those outside, if some history from there
+# on is answered differently. So put all memories into one class. Split a class when two of
+# its members answer an event differently, or go from there to different classes; repeat
+# until nothing splits. (Moore did this to machines in 1956.) The number of classes that are
+# left is the number of memories that *any* coordinator with these answers must have.
 
 # %% name="behaviours"
 Machine = dict[tuple, dict[Event, tuple[str, tuple]]]
@@ -681,9 +702,9 @@ for release, table in third.items():
     print(f"{release}: {len(table):,} memories, of which {needed} can be told apart")
 
 # %% [markdown]
-# Under early release the third version can be in [1,033](#needed) conditions, and all that it will ever
-# answer depends on which of [92](#needed) kinds that is. It tells apart more than eleven times as
-# much as matters.
+# Under early release the third version can be in [1,033](#needed) conditions, and all that
+# it will ever answer depends on which of [92](#needed) kinds that is. It tells apart more
+# than eleven times as much as matters.
 #
 # ## The version without a state
 #
@@ -699,9 +720,10 @@ for release, table in third.items():
 #     return list(flight.followers)
 # ```
 #
-# This is chapter 10's class: the first version, and one line. Nothing drains, and no leader is
-# optional. There is a flight exactly when someone leads it, so a new request for a released
-# prompt finds none and opens one, without any question.
+# This is chapter 10's class. Against the first version it has one line more here, and asks
+# in each method whether an id is in the set. Nothing drains, and no leader is optional.
+# There is a flight exactly when someone leads it, so a new request for a released prompt
+# finds none and opens one, without any question.
 
 # %% name="fourth" claims="R25"
 from inspect import getsource
@@ -722,9 +744,13 @@ print(*parts, "· released ·", flights.admit("c", PROMPTS["P"]), "of flight", e
 print(flights.num_flights)
 
 # %% [markdown]
-# One question is left, in [4](#fourth) places, and it is about an id: it cannot come into conflict with
-# another field. Is this the same coordinator, seen from outside? Put both machines into one table
-# and ask whether the empty memories, from which they start, can be told apart:
+# One question is left, in [4](#fourth) places, and it is always the same. The fields can
+# still contradict each other, for instance with an id that is in the set and in a flight;
+# the method `check` asserts that none does. But no field means one thing here and another
+# thing there.
+#
+# Is this the same coordinator, seen from outside? Put both machines into one table and ask
+# whether the empty memories, from which they start, can be told apart:
 
 # %% name="same" claims="R26"
 for release in RELEASES:
@@ -737,13 +763,13 @@ for release in RELEASES:
     )
 
 # %% [markdown]
-# The same answers, in every history of any length. And the [92](#same) memories of the fourth version
-# are [92](#same) behaviours: whatever it remembers may still matter, and no coordinator that
-# gives these answers can have fewer.
+# The same answers, in every history of these events, however long. And the [92](#same)
+# memories of the fourth version are [92](#same) behaviours: whatever it remembers may still
+# matter, and no coordinator that gives these answers can have fewer.
 #
 # To see what went, take two ids and one prompt, and do not care which of the two is which.
-# Then [12](#graphs) memories become [6](#graphs). Each box is a memory, each line an event that leads from one to
-# another:
+# Then [12](#graphs) memories become [6](#graphs). Each box is a memory, each line an event
+# that leads from one to another:
 
 # %% name="graphs" tags=["hide-input"]
 from statistics import mean
@@ -814,7 +840,7 @@ def draw_graph(picture: Picture, make, places: dict[str, tuple]) -> None:
 
 picture = Picture(
     "Left the memories of the third version, right those of the fourth, at the height of "
-    "those that behave like them. 'x ← y': x leads, y waits; 'drains': both run; *: the "
+    "those that behave like them. 'x ← y': x leads, y waits; 'drains': its members run; *: the "
     "index names another flight, or none; braces: the set of released ids. Dark: someone "
     "leads. All pale boxes in one column on the left are one box on the right."
 )
@@ -829,8 +855,8 @@ picture
 # %% [markdown]
 # ## Four designs, four sentences
 #
-# The whole table, from the same search. Where a cell is red it tells how short a history breaks
-# the sentence, under completion and under prefill.
+# The whole table, from the same search. Where a cell is red it tells how short a history
+# breaks the sentence, under completion and under prefill.
 
 # %% name="table" figure="designs.svg" tags=["hide-input"]
 DESIGNS = {"1 deleted": First, "2 unchecked": Second}
@@ -861,22 +887,22 @@ draw_rows(
 )
 
 # %% [markdown]
-# The third row and the fourth are equally green. A review that asks whether the sentences hold
-# has no objection to either, and a test cannot have one: to every history both give the
-# same answers. They differ in the last column, which no test looks at.
+# The third row and the fourth are equally green. A review that asks whether the sentences
+# hold has no objection to either, and a test cannot have one: to every history both give
+# the same answers. They differ in the last column, which no test looks at.
 #
 # So a review has two questions. *Is the invariant kept?* made us refuse the second version,
-# although it made the error go away. *Must the thing exist that keeps it?* led
-# from the third version to the fourth, when everything was green. A benchmark told us when a
-# request may stop waiting. Only reading told us when a flight may stop existing. The count of
-# 1,033 came afterwards: one has to doubt a state before one thinks of counting what it is for.
+# although it made the error go away. *Must the thing exist that keeps it?* led from the
+# third version to the fourth, when everything was green. A benchmark told us when a request
+# may stop waiting. Only reading told us when a flight may stop existing. The count of 1,033
+# came afterwards: one has to doubt a state before one thinks of counting what it is for.
 #
-# The count is no score. The first version has [49](#table) memories, fewer than the fourth, and is
-# wrong: it cannot tell apart what must be answered differently. And a coordinator may well
-# keep more than its answers need, for a log or a statistic, if it says so.
+# The count is no score. The first version has [49](#table) memories, fewer than the fourth,
+# and is wrong: it cannot tell apart what must be answered differently. And a coordinator
+# may well keep more than its answers need, for a log or a statistic, if it says so.
 #
-# Your turn. Can you make the kept version forget somebody who lives, or remember somebody who
-# has ended?
+# Your turn. Can you make the kept version forget somebody who lives, or remember somebody
+# who has ended?
 
 # %% tags=["live"]
 from minivllm.single_flight import SingleFlight
@@ -895,14 +921,14 @@ for event in history.split(", "):
 # %% [markdown]
 # ## What still goes wrong
 #
-# The search tried three ids and two prompts. A fault that needs a fourth request has not been
-# looked for here. (The tests of this book search with four, and plant faults in
-# the kept version to see that each is found.) It takes a coordinator's attributes for its
-# memory: one that keeps something in a global variable would deceive it. And it tells one event after the
-# other, where threads that share a coordinator would have more histories.
+# The search tried three ids and two prompts. A fault that needs a fourth request has not
+# been looked for here. (The tests of this book search with four, and plant faults in the
+# kept version to see that each is found.) It takes a coordinator's attributes for its
+# memory: one that keeps something in a global variable would deceive it. And it tells one
+# event after the other, where threads that share a coordinator would have more histories.
 #
-# Nor do four sentences say everything. None of them looks at extra keys or at the statistics,
-# and none says which follower inherits; the third exercise adds that one.
+# Nor do four sentences say everything. None of them looks at extra keys or at the
+# statistics, and none says which follower inherits; the third exercise adds that one.
 #
 # And all four versions look at whole prompts. Two requests that share 400 of 493 tokens are
 # strangers to them. Chapter 12 asks who shares a part, and who should ride in one batch.
@@ -912,8 +938,9 @@ for event in history.split(", "):
 # ### Exercise 1
 #
 # `a` and `b` are admitted with one prompt, `a` reports `prefilled`, then `c` is admitted
-# with the same prompt. What is `c`, and how many flights have been opened by then? Answer for
-# both releases, without running it: `c_is` and `num_flights`, each for completion and prefill.
+# with the same prompt. What is `c`, and how many flights have been opened by then? Answer
+# for both releases, without running it: `c_is` and `num_flights`, each for completion and
+# prefill.
 
 # %% tags=["solution"]
 c_is = ["follower", "leader"]
@@ -930,15 +957,15 @@ for release, role, opened in zip(RELEASES, c_is, num_flights, strict=True):
     assert flights.num_flights == opened
 
 # %% [markdown]
-# Under release at completion the flight is open until `a` ends, prefilled or not. Under early
-# release it is gone, and `c` opens a second one.
+# Under release at completion the flight is open until `a` ends, prefilled or not. Under
+# early release it is gone, and `c` opens a second one.
 #
 # ### Exercise 2
 #
-# Somebody finds a set of ids too much: a *number* is enough, of how many released requests are
-# still alive. An id that is in no flight counts as one of them while the number is above zero.
-# Write this fifth design. Which sentence does it break, and after how many events, under
-# early release?
+# Somebody finds a set of ids too much: a *number* is enough, of how many released requests
+# are still alive. An id that is in no flight counts as one of them while the number is
+# above zero. Write this fifth design. Which sentence does it break, and after how many
+# events, under early release?
 
 
 # %% tags=["solution"]
@@ -983,8 +1010,8 @@ assert found.keys() == {sentence} and len(found[sentence]) == num_events
 print(words(found[sentence]))
 
 # %% [markdown]
-# While one released request lives, every unknown id passes for it, and the second version is
-# back for as long.
+# While one released request lives, every unknown id passes for it, and the second version
+# is back for as long.
 #
 # ### Exercise 3
 #
@@ -1002,8 +1029,9 @@ print([shortest(LastLeads, release) for release in RELEASES])
 
 
 # %% [markdown]
-# Nothing is broken. Write a fifth sentence: whoever inherits has waited longest. It gets a `Try`
-# and says whether it is kept. (A world lists its requests in the order of their arrival.)
+# Nothing is broken. Write a fifth sentence: whoever inherits has waited longest. It gets a
+# `Try` and says whether it is kept. (A world lists its requests in the order of their
+# arrival.)
 
 
 # %% tags=["solution"]

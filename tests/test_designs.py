@@ -144,3 +144,26 @@ def test_the_search_finds_a_planted_fault(chapter, fault, monkeypatch):
     tried = [t for r in RELEASES for t in chapter.explore(SingleFlight, r, longest=6)]
     found = {t.broken: t.history for t in reversed(tried) if t.broken}
     assert sentence in found, found
+
+
+class Impatient(SingleFlight):
+    """Lets followers run as soon as the prompt is computed, whatever was promised."""
+
+    def prefilled(self, request_id):
+        released = super().prefilled(request_id)
+        flight = self._members.get(request_id)
+        if flight is None:
+            return released
+        early = list(flight.followers)
+        flight.followers.clear()
+        for follower in early:
+            del self._members[follower]
+            self._released.add(follower)
+        return early
+
+
+def test_a_release_that_comes_too_soon_is_found(chapter):
+    """Protects "runs when that one is done": nothing else is wrong with this one."""
+    tried = list(chapter.explore(Impatient, "completion"))
+    assert {t.broken for t in tried} == {None, "led"}
+    assert not any(t.broken for t in chapter.explore(Impatient, "prefill"))
