@@ -866,7 +866,7 @@ DESIGNS |= {"3 draining": Third, "4 a set of ids": SingleFlight}
 def verdicts(make):
     """A cell for each sentence: it holds, or how soon it is broken."""
     faults = [shortest(make, release) for release in RELEASES]
-    for at, sentence in enumerate(SENTENCES, 1):
+    for at, sentence in enumerate(SENTENCES):
         lengths = [str(len(found.get(sentence, ""))) for found in faults]
         holds = lengths == ["0", "0"]
         broken = f"{' and '.join(lengths)} events"
@@ -875,12 +875,12 @@ def verdicts(make):
 
 def remembered(make) -> tuple:
     counts = [f"{len({t.before for t in tries(make, r)}):,}" for r in RELEASES]
-    return 5, 1, "free", " and ".join(counts)
+    return 4, 1, "free", " and ".join(counts)
 
 
-head = ["", *SENTENCES, "memories"]
+head = [*SENTENCES, "memories"]
 draw_rows(
-    [("", [(at, 1, "free", head[at]) for at in range(1, 6)])]
+    [("", [(at, 1, "free", words) for at, words in enumerate(head)])]
     + [(name, [*verdicts(make), remembered(make)]) for name, make in DESIGNS.items()],
     unit=104,
     caption="Four designs, four sentences. The last two rows differ in the last column only.",
