@@ -1133,6 +1133,9 @@ class Engine(Engine):
         return bool(self._live or self._lost)
 
 
+# %% [markdown]
+# Three that do not pass, in a pool of 8 pages and with the toy's vocabulary:
+
 # %% name="door"
 engine = make_engine(8)
 for ids, max_tokens in (([], 1), ([1, 50_000], 1), ([1] * 96, 34)):
