@@ -1085,7 +1085,8 @@ class PrefixCache(PrefixCache):
 class PrefixCache(PrefixCache):
     def release(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
         """End a lease: publish its complete pages, give the others back, unpin."""
-        self.publish(lease, token_ids, num_committed)
+        if not lease.num_borrowed:  # else the pages below its own do not exist
+            self.publish(lease, token_ids, num_committed)
         self._free(lease.own_pages)
         self.index.unlock(lease.handle)
         self.leases.remove(lease)

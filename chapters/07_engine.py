@@ -357,6 +357,8 @@ class Scheduler(Scheduler):
 
     def schedule(self) -> list[Chunk]:
         """Plan one step, pages included: continue what runs, then admit what fits."""
+        for state in [s for s in self.running if s.lease and s.lease.num_borrowed]:
+            self.preempt(state)  # a borrowed page is good for one step (chapter 9)
         preemptions = self.counters.preemptions
         self.announcer.clear()
         batch = self._continue_running()
@@ -631,11 +633,6 @@ class Scheduler(Scheduler):
         self.counters.preemptions += 1
         self.observer("preempt", request_id=state.request.request_id)
         self.add(state)
-
-    def roll_back(self, state: RequestState) -> None:
-        """The forward pass failed: what was borrowed from others does not exist."""
-        if state.lease and state.lease.num_borrowed:
-            state.num_committed = state.lease.num_shared * self.cache.page_size
 
     def _leave(self, state: RequestState) -> None:
         """Take a request out of whichever queue holds it, and end its lease."""
@@ -1161,7 +1158,7 @@ class Engine(Engine):
             tokens = self.runner.run(batch) if batch else []
         except Exception:
             logger.exception("the forward pass failed; its %d requests end", len(batch))
-            return self._fail([self._live[chunk.request_id] for chunk in batch])
+            return [self._end(self._live[c.request_id], "error") for c in batch]
         with self._change():
             advanced = self._commit(batch, tokens)
             self._publish(batch, advanced)
@@ -1231,12 +1228,12 @@ class Engine(Engine):
                 del self._live[progress.state.request.request_id]
 
     def _show(self, progress: Progress) -> None:
-        state, cache = progress.state, self.scheduler.cache
-        if progress.finish_reason:
-            self.scheduler.finish(state, progress.finish_reason)
-        elif state.lease:
-            num_visible = self.publisher.num_visible(state)
-            cache.publish(state.lease, state.tokens, num_visible)
+        state, reason = progress.state, progress.finish_reason
+        num_visible = state.num_committed if reason else self.publisher.num_visible(state)
+        assert state.lease is not None
+        self.scheduler.cache.publish(state.lease, state.tokens, num_visible)
+        if reason:
+            self.scheduler.finish(state, reason)
 
 
 # %% export="engine.py"
@@ -1286,11 +1283,6 @@ class Engine(Engine):
             self._release([*([leader] if leader else []), *released])
             del self._live[request_id]
         return self._output(progress)
-
-    def _fail(self, batch: Sequence[Progress]) -> list[RequestOutput]:
-        for progress in batch:
-            self.scheduler.roll_back(progress.state)
-        return [self._end(progress, "error") for progress in batch]
 
 
 # %% [markdown]

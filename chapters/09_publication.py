@@ -45,7 +45,8 @@ class Announcements:
         """The first `num_tokens` tokens of a request will have K/V after this step."""
         lease = state.lease
         assert lease is not None
-        start = lease.num_shared + lease.num_borrowed
+        others = lease.num_shared + lease.num_borrowed
+        start = max(others, state.num_committed // self.page_size)
         for i in range(start, num_tokens // self.page_size):
             past = lease.pages[i - 1] if i else ("", state.request.extra_key)
             self._pages.setdefault((past, self._tokens(state, i)), lease.pages[i])

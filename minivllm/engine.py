@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (8c665e33): edit the chapter.
+# Exported from chapters/07_engine.py (c6ca1038): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Engine:
             tokens = self.runner.run(batch) if batch else []
         except Exception:
             logger.exception("the forward pass failed; its %d requests end", len(batch))
-            return self._fail([self._live[chunk.request_id] for chunk in batch])
+            return [self._end(self._live[c.request_id], "error") for c in batch]
         with self._change():
             advanced = self._commit(batch, tokens)
             self._publish(batch, advanced)
@@ -346,12 +346,14 @@ class Engine:
                 del self._live[progress.state.request.request_id]
 
     def _show(self, progress: Progress) -> None:
-        state, cache = progress.state, self.scheduler.cache
-        if progress.finish_reason:
-            self.scheduler.finish(state, progress.finish_reason)
-        elif state.lease:
-            num_visible = self.publisher.num_visible(state)
-            cache.publish(state.lease, state.tokens, num_visible)
+        state, reason = progress.state, progress.finish_reason
+        num_visible = (
+            state.num_committed if reason else self.publisher.num_visible(state)
+        )
+        assert state.lease is not None
+        self.scheduler.cache.publish(state.lease, state.tokens, num_visible)
+        if reason:
+            self.scheduler.finish(state, reason)
 
     def _tell(self, progress: Progress) -> None:
         request_id = progress.state.request.request_id
@@ -387,11 +389,6 @@ class Engine:
             self._release([*([leader] if leader else []), *released])
             del self._live[request_id]
         return self._output(progress)
-
-    def _fail(self, batch: Sequence[Progress]) -> list[RequestOutput]:
-        for progress in batch:
-            self.scheduler.roll_back(progress.state)
-        return [self._end(progress, "error") for progress in batch]
 
     def _output(self, progress: Progress) -> RequestOutput:
         state, reason = progress.state, progress.finish_reason

@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (dc73a4ab): edit the chapter.
+# Exported from chapters/04_pages.py (5ca5de1a): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -282,7 +282,8 @@ class PrefixCache:
 
     def release(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
         """End a lease: publish its complete pages, give the others back, unpin."""
-        self.publish(lease, token_ids, num_committed)
+        if not lease.num_borrowed:  # else the pages below its own do not exist
+            self.publish(lease, token_ids, num_committed)
         self._free(lease.own_pages)
         self.index.unlock(lease.handle)
         self.leases.remove(lease)

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (406791ac): edit the chapter.
+# Exported from chapters/07_engine.py (9a2535ed): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -168,6 +168,8 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Plan one step, pages included: continue what runs, then admit what fits."""
+        for state in [s for s in self.running if s.lease and s.lease.num_borrowed]:
+            self.preempt(state)  # a borrowed page is good for one step (chapter 9)
         preemptions = self.counters.preemptions
         self.announcer.clear()
         batch = self._continue_running()
@@ -265,11 +267,6 @@ class Scheduler:
         self.counters.preemptions += 1
         self.observer("preempt", request_id=state.request.request_id)
         self.add(state)
-
-    def roll_back(self, state: RequestState) -> None:
-        """The forward pass failed: what was borrowed from others does not exist."""
-        if state.lease and state.lease.num_borrowed:
-            state.num_committed = state.lease.num_shared * self.cache.page_size
 
     def _leave(self, state: RequestState) -> None:
         """Take a request out of whichever queue holds it, and end its lease."""
