@@ -1229,7 +1229,9 @@ class Engine(Engine):
 
     def _show(self, progress: Progress) -> None:
         state, reason = progress.state, progress.finish_reason
-        num_visible = state.num_committed if reason else self.publisher.num_visible(state)
+        num_visible = (
+            state.num_committed if reason else self.publisher.num_visible(state)
+        )
         assert state.lease is not None
         self.scheduler.cache.publish(state.lease, state.tokens, num_visible)
         if reason:

@@ -1,5 +1,7 @@
-# Exported from chapters/09_publication.py (34486b29): edit the chapter.
+# Exported from chapters/09_publication.py (31219366): edit the chapter.
 """When a computed page becomes visible to other requests."""
+
+from __future__ import annotations
 
 from minivllm.radix import Match
 from minivllm.request import ExtraKey
@@ -24,7 +26,8 @@ class Announcements:
     A request that is scheduled later in the same step may read them: every layer writes
     its keys and values before it attends. Valid for one step; the first announcer of a
     page wins. A page is known by its tokens and the page before it, so nothing needs to
-    be confirmed. (vLLM enters blocks in its table while it schedules.)
+    be confirmed. Meant for `PublishEachStep`: what is announced must be published after
+    the pass. (vLLM enters blocks in its table while it schedules.)
     """
 
     def __init__(self, page_size: int) -> None:
@@ -34,6 +37,10 @@ class Announcements:
     def clear(self) -> None:
         """A new step begins."""
         self._pages.clear()
+
+    def _tokens(self, state: RequestState, page: int) -> bytes:
+        size = self.page_size
+        return state.tokens[page * size : (page + 1) * size].tobytes()
 
     def announce(self, state: RequestState, num_tokens: int) -> None:
         """The first `num_tokens` tokens of a request will have K/V after this step."""
@@ -58,7 +65,3 @@ class Announcements:
             found.append(page)
             past = page
         return found
-
-    def _tokens(self, state: RequestState, page: int) -> bytes:
-        size = self.page_size
-        return state.tokens[page * size : (page + 1) * size].tobytes()

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from minivllm.engine import Engine, Limits
+from minivllm.engine import Engine, Limits, PublishEachStep
 from minivllm.model import Decoder, ModelConfig
 from minivllm.options import PUBLISHERS
 from minivllm.prefix_cache import PrefixCache
@@ -103,12 +103,13 @@ def make_engine(runner=None, clock=None, **chosen) -> CheckedEngine:
     clock = clock or VirtualClock()
     num_pages = POOL_TOKENS[chosen["pool"]] // size
     cache = PrefixCache(num_pages, size, chosen["index"], chosen["eviction"])
+    announces = chosen["publish"] == "schedule" and chosen["index"] != "none"
     scheduler = Scheduler(
         cache,
         chosen["max_running"],
         chosen["max_batch_tokens"],
         chosen["admission"],
-        announcer=Announcements(size) if chosen["publish"] == "schedule" else None,
+        announcer=Announcements(size) if announces else None,
     )
     return CheckedEngine(
         runner or CheckingRunner(size, VOCAB, clock=clock),

@@ -6,6 +6,7 @@ step.
 """
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ def cached(engine) -> list[int]:
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
 @pytest.mark.parametrize(
-    ("publish", "second"), [("finish", 0), ("prompt", 0), ("step", 0), ("schedule", 480)]
+    ("publish", "second"),
+    [("finish", 0), ("prompt", 0), ("step", 0), ("schedule", 480)],
 )
 def test_two_cold_twins_in_one_step(index, publish, second):
     engine = make_engine(publish, index=index)
@@ -193,7 +195,7 @@ def test_published_pages_first_and_then_announced_ones():
 
 
 def test_a_chunked_owner_lends_what_it_has_planned():
-    """48 of 70 tokens in the first step; 22 in the second, which has room for 26 more."""
+    """48 of 70 tokens in the first step; 22 in the second, and 26 of the twin's."""
     found = {}
     for publish in ("step", "schedule"):
         engine = make_engine(publish, max_batch_tokens=48)
@@ -202,6 +204,25 @@ def test_a_chunked_owner_lends_what_it_has_planned():
         found[publish] = cached(engine)
         assert len(engine.runner.batches[0]) == 1 and len(engine.runner.batches[1]) == 2
     assert found == {"step": [0, 48], "schedule": [0, 64]}
+
+
+@pytest.mark.parametrize("budget", [7, 48, 200, 4_096])
+def test_a_burst_costs_what_the_same_requests_cost_one_by_one(budget):
+    """Whoever is admitted finds all before it published or planned."""
+    rng = random.Random(9)
+    prompts = [
+        PROMPT[: rng.randrange(400)] + [7] * rng.randrange(1, 60) for _ in range(40)
+    ]
+    computed = {}
+    for one_by_one in (True, False):
+        engine = make_engine(num_pages=2_000, max_batch_tokens=budget)
+        for prompt in prompts:
+            submit(engine, prompt)
+            if one_by_one:
+                run_all(engine)
+        run_all(engine)
+        computed[one_by_one] = engine.stats()["prefill_tokens"]
+    assert computed[True] == computed[False] < sum(map(len, prompts)) / 3
 
 
 def test_another_key_borrows_nothing():
@@ -356,7 +377,7 @@ def first_byte(past, page):
 
 @pytest.mark.parametrize("owner_tokens", [1, 30])
 def test_a_borrower_whose_pages_the_index_refuses(monkeypatch, owner_tokens):
-    """Another page has the name of the owner's second: refused, so nobody may keep it."""
+    """The owner's second page has the name of another one, and is refused."""
     monkeypatch.setattr("minivllm.hashing.page_name", first_byte)
     monkeypatch.setattr("minivllm.prefix_cache.page_name", first_byte)
     engine = make_engine(index="hash")
@@ -419,7 +440,7 @@ def test_a_real_model_answers_the_same(tiny):
 
 
 def test_options_that_do_not_change_the_answer():
-    """`schedule` is `step` but for the same step: after it both have published alike."""
+    """After a step both have published alike."""
     stats = {}
     for publish in ("step", "schedule"):
         engine = make_engine(publish)
