@@ -519,7 +519,7 @@ for announcer in (Announcements(PAGE), NeverForgets(PAGE)):
 # and keep the borrower. So the rule is put in two places, a line each. Whoever still has borrowed
 # pages when a step begins is preempted: it is matched anew and finds what is really there. And a
 # lease that ends with borrowed pages publishes nothing. The first line also serves a case so rare
-# that a test must make it happen: two pages have the same 32-byte name, the `hash` index refuses
+# that a test must make it happen: two pages have the same 16-byte name, the `hash` index refuses
 # the owner's page, and the borrower's with it.
 #
 # ## What it is worth

@@ -391,21 +391,30 @@ def test_a_borrower_whose_pages_the_index_refuses(monkeypatch, owner_tokens):
     assert engine.stats()["preemptions"] == 1, "once: a refused page is not announced"
 
 
-def test_a_borrowed_page_is_remapped_with_its_owner():
-    """B publishes a page that D borrowed; Z, before it in the batch, has its twin."""
-    engine = make_engine(max_batch_tokens=20)
-    engine.scheduler.max_batch_tokens = 6
-    a = submit(engine, PROMPT[:17])
-    z = submit(engine, PROMPT[:40])
-    for _ in range(2):  # 6 and 6 of A's tokens
+def test_a_borrowed_page_is_remapped():
+    """A's output completes page 0 in the step in which Z, B and D compute page 1.
+
+    Z began before A had announced anything, so B's page 1 follows A's page 0 and Z's
+    its own. D borrows B's. But Z publishes first, and B's page turns out a duplicate.
+    """
+    engine = make_engine()
+    head = [*PROMPT[:10], *cold_continuation(PROMPT[:10], 6, VOCAB)]
+    submit(engine, PROMPT[:10], max_tokens=9)
+    for _ in range(5):
         step(engine)
-    engine.scheduler.max_batch_tokens = 8
-    step(engine)  # 5 of A's, 3 of Z's: Z has begun, and found nothing but A's page
+    z = submit(engine, [*head, *PROMPT[100:140]], max_tokens=30)
+    engine.scheduler.max_batch_tokens = 6
+    step(engine)
+    b, d = (submit(engine, [*head, *PROMPT[100:140]], max_tokens=30) for _ in "bd")
     engine.scheduler.max_batch_tokens = 200
-    for _ in range(2):
-        submit(engine, PROMPT[:40])
-    done = run_all(engine)
-    assert len(done) == 4 and {a, z} <= done.keys()
+    step(engine)
+    batch = engine.runner.batches[-1]
+    assert (batch[b].start, batch[d].start) == (16, 48)
+    assert batch[d].pages[1] == batch[b].pages[1] != batch[z].pages[1]
+    step(engine)
+    batch = engine.runner.batches[-1]
+    assert batch[d].pages[:3] == batch[b].pages[:3] == batch[z].pages[:3]
+    assert len(run_all(engine)) == 4
 
 
 # ---- With a real model ---------------------------------------------------------------
