@@ -262,8 +262,8 @@ for publish in POLICIES:
 # the budget: with 200 tokens a step the second twin takes the 400 that are published, and 80 more
 # that the third step is about to compute.
 #
-# When is `step` worth more than `prompt`? For requests that nobody could have paired beforehand,
-# because they share only a part. A leader with the 493 tokens is in the middle of its prompt, or
+# When is `step` worth more than `prompt`? When requests share only a part, so that no comparison
+# of whole prompts would pair them. A leader with the 493 tokens is in the middle of its prompt, or
 # in the middle of its answer. A stranger arrives that shares the first 200 tokens, or one that
 # goes on from the answer so far, as a branching chat does. And a true twin, for comparison:
 
