@@ -170,6 +170,7 @@ from minivllm.batch import Chunk
 from minivllm.events import Observer, ignore
 from minivllm.pages import OutOfPages
 from minivllm.prefix_cache import Lease, PrefixCache
+from minivllm.radix import Match
 from minivllm.request import Request
 
 
@@ -185,10 +186,12 @@ class RequestState:
     request: Request
     tokens: "array[int]"
     max_output: int
+    priority: int
     lease: Lease | None = None
     num_committed: int = 0
     num_cached_tokens: int | None = None
     high_water: int = 0
+    num_passed: int = 0  # steps in which somebody behind it was admitted first
 
 
 # %% [markdown]
@@ -217,7 +220,7 @@ class RequestState(RequestState):
     @property
     def order(self) -> tuple[int, int]:
         """The place in every queue: priority, then arrival."""
-        return self.request.order
+        return (self.priority, self.request.arrival)
 
 
 # %% [markdown]
@@ -230,8 +233,8 @@ class RequestState(RequestState):
 class Grouping(Protocol):
     """Who is admitted next, and who is preempted first. Both lists are in order."""
 
-    def pick(self, waiting: Sequence[RequestState]) -> RequestState:
-        """Choose the next request to admit; `waiting` is not empty."""
+    def plan(self, waiting: Sequence[RequestState]) -> Sequence[RequestState]:
+        """Whom to try to admit in this step; the first that does not fit ends it."""
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """Choose the request to preempt, among those not served yet in this step."""
@@ -240,13 +243,46 @@ class Grouping(Protocol):
 class ArrivalOrder:
     """First come, first served; last come, first preempted."""
 
-    def pick(self, waiting: Sequence[RequestState]) -> RequestState:
-        """The head of the queue."""
-        return waiting[0]
+    def plan(self, waiting: Sequence[RequestState]) -> Sequence[RequestState]:
+        """The queue as it is."""
+        return waiting
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """The last to have come among the least important."""
         return unserved[-1]
+
+
+# %% [markdown]
+# A third question comes up between two requests of one step: may the second one read what the
+# first is only about to compute? Chapter 9 will say when. Until then nobody is told.
+
+
+# %% tags=["hide-input"] export="scheduler.py"
+class Announcer(Protocol):
+    """What the present step will have computed, for requests scheduled later in it."""
+
+    def clear(self) -> None:
+        """A new step is planned."""
+
+    def announce(self, state: RequestState, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a request will have K/V after this step."""
+
+    def find(self, state: RequestState, match: Match) -> list[int]:
+        """The announced pages that go on where a match ends."""
+
+
+class Silence:
+    """Nobody reads what was not published."""
+
+    def clear(self) -> None:
+        """Nothing was announced."""
+
+    def announce(self, state: RequestState, num_tokens: int) -> None:
+        """Nobody is told."""
+
+    def find(self, state: RequestState, match: Match) -> list[int]:
+        """Nothing is found."""
+        return []
 
 
 # %% [markdown]
@@ -286,6 +322,7 @@ class Scheduler:
         max_batch_tokens: int = 2048,
         admission: str = "optimistic",
         grouping: Grouping | None = None,
+        announcer: Announcer | None = None,
         observer: Observer = ignore,
     ) -> None:
         if max_running < 1 or max_batch_tokens < 1:
@@ -299,6 +336,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.admission = admission
         self.grouping = grouping or ArrivalOrder()
+        self.announcer = announcer or Silence()
         self.observer = observer
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -316,9 +354,18 @@ class Scheduler(Scheduler):
         """Queue a request at its place."""
         insort(self.waiting, state, key=lambda s: s.order)
 
+    def set_priority(self, state: RequestState, priority: int) -> None:
+        """Give a request another place in its queue."""
+        state.priority = priority
+        for queue in (self.waiting, self.running):
+            queue.sort(key=lambda s: s.order)
+
     def schedule(self) -> list[Chunk]:
         """Plan one step, pages included: continue what runs, then admit what fits."""
+        for state in [s for s in self.running if s.lease and s.lease.num_borrowed]:
+            self.preempt(state)  # a borrowed page is good for one step (chapter 9)
         preemptions = self.counters.preemptions
+        self.announcer.clear()
         batch = self._continue_running()
         if self.counters.preemptions == preemptions:  # pages are short: let nobody in
             num_tokens = sum(len(chunk.token_ids) for chunk in batch)
@@ -352,7 +399,8 @@ class Scheduler(Scheduler):
         lease, start = state.lease, state.num_committed
         assert lease is not None
         ids = state.tokens[start : start + num_tokens]
-        pages, shared = tuple(lease.pages), lease.num_shared
+        self.announcer.announce(state, start + num_tokens)
+        pages, shared = tuple(lease.pages), lease.num_shared + lease.num_borrowed
         samples = num_tokens == state.num_pending
         name, params = state.request.request_id, state.request.params
         return Chunk(name, ids, start, pages, shared, samples, params)
@@ -429,13 +477,17 @@ draw_rows(
 class Scheduler(Scheduler):
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
-            state = self.grouping.pick(self.waiting)
+        if not (self.waiting and budget and len(self.running) < self.max_running):
+            return batch
+        for state in list(self.grouping.plan(self.waiting)):
             num_tokens = self._try_admit(state, budget)
             if num_tokens == 0:
                 break
             batch.append(self._chunk(state, num_tokens))
+            self._count_passed(state)
             budget -= num_tokens
+            if budget == 0 or len(self.running) == self.max_running:
+                break
         return batch
 
 
@@ -447,15 +499,24 @@ class Scheduler(Scheduler):
 
 # %% export="scheduler.py"
 class Scheduler(Scheduler):
+    def _count_passed(self, admitted: RequestState) -> None:
+        """Who stood before the one that was admitted has been passed over once more."""
+        for state in self.waiting:
+            if state.order > admitted.order:
+                return
+            state.num_passed += 1
+
     def _try_admit(self, state: RequestState, budget: int) -> int:
         """Start a lease if the request fits; the size of its first chunk, or 0."""
         if self.admission == "reserve" and not self._reservable(state):
             return 0
         match = self.cache.find(state.tokens, state.request.extra_key)
-        cached = min(match.matched_len, len(state.tokens) - 1)
+        borrowed = self.announcer.find(state, match)
+        found = match.matched_len + len(borrowed) * self.cache.page_size
+        cached = min(found, len(state.tokens) - 1)
         num_tokens = min(len(state.tokens) - cached, budget)
         try:
-            lease = self.cache.acquire(match, cached + num_tokens)
+            lease = self.cache.acquire(match, cached + num_tokens, borrowed)
         except OutOfPages:
             return 0
         self.waiting.remove(state)
@@ -554,7 +615,7 @@ class Scheduler(Scheduler):
                 return True
             except OutOfPages:
                 victim = self.grouping.victim(self.running[num_served:])
-                self._preempt(victim)
+                self.preempt(victim)
                 if victim is state:
                     return False
 
@@ -570,7 +631,7 @@ class Scheduler(Scheduler):
 
 # %% export="scheduler.py"
 class Scheduler(Scheduler):
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Back to the queue, at its old place; complete pages stay findable."""
         self._leave(state)
         state.num_committed = 0
@@ -871,6 +932,15 @@ class Coordinator(Protocol):
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """The request ended otherwise; who leads now, and who is released."""
 
+    def leader_of(self, request_id: str) -> str | None:
+        """Whom a held request waits for."""
+
+    def waiting_for(self, request_id: str) -> Sequence[str]:
+        """Who waits for a request."""
+
+    def stats(self) -> dict[str, int]:
+        """Flights opened and requests that waited, so far."""
+
 
 # %% tags=["hide-input"] export="engine.py"
 class Independent:
@@ -891,6 +961,18 @@ class Independent:
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """Nobody follows."""
         return None, []
+
+    def leader_of(self, request_id: str) -> str | None:
+        """Nobody waits."""
+        return None
+
+    def waiting_for(self, request_id: str) -> Sequence[str]:
+        """Nobody waits."""
+        return ()
+
+    def stats(self) -> dict[str, int]:
+        """Nothing happens here."""
+        return {"flights": 0, "followers": 0}
 
 
 # %% [markdown]
@@ -1022,7 +1104,7 @@ class Engine(Engine):
             raise ValueError(f"priority must be a whole number, not {priority!r}")
         number, now = self._num_submitted, self.clock.now()
         request = Request(str(number), ids, params, extra_key, priority, number, now)
-        state = RequestState(request, ids[:], max_output)
+        state = RequestState(request, ids[:], max_output, priority)
         progress = Progress(state, self.writers(ids, params), RequestMetrics(now))
         with self._change():
             self._enter(progress)
@@ -1040,7 +1122,15 @@ class Engine(Engine):
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
+        elif leader := self.coordinator.leader_of(request_id):
+            self._hasten(leader)
         self.observer("submit", request_id=request_id, held=progress.held)
+
+    def _hasten(self, leader: str) -> None:
+        """A leader is as urgent as the most urgent of those who wait for it."""
+        names = [leader, *self.coordinator.waiting_for(leader)]
+        priority = min(self._live[name].state.request.priority for name in names)
+        self.scheduler.set_priority(self._live[leader].state, priority)
 
     def has_unfinished(self) -> bool:
         """Whether any request is still to be worked on, or to be reported."""
@@ -1145,12 +1235,14 @@ class Engine(Engine):
                 del self._live[progress.state.request.request_id]
 
     def _show(self, progress: Progress) -> None:
-        state, cache = progress.state, self.scheduler.cache
-        if progress.finish_reason:
-            self.scheduler.finish(state, progress.finish_reason)
-        elif state.lease:
-            num_visible = self.publisher.num_visible(state)
-            cache.publish(state.lease, state.tokens, num_visible)
+        state, reason = progress.state, progress.finish_reason
+        num_visible = (
+            state.num_committed if reason else self.publisher.num_visible(state)
+        )
+        assert state.lease is not None
+        self.scheduler.cache.publish(state.lease, state.tokens, num_visible)
+        if reason:
+            self.scheduler.finish(state, reason)
 
 
 # %% export="engine.py"
@@ -1195,6 +1287,8 @@ class Engine(Engine):
             if not progress.held:
                 self.scheduler.finish(progress.state, reason)
             leader, released = self.coordinator.aborted(request_id)
+            if leader:
+                self._hasten(leader)
             self._release([*([leader] if leader else []), *released])
             del self._live[request_id]
         return self._output(progress)
@@ -1274,7 +1368,8 @@ class Engine(Engine):
     def stats(self) -> dict[str, int]:
         """Pages, queues and counters, by name."""
         held = sum(progress.held for progress in self._live.values())
-        return self.scheduler.cache.stats() | self.scheduler.stats() | {"held": held}
+        queues = self.scheduler.stats() | {"held": held}
+        return self.scheduler.cache.stats() | queues | self.coordinator.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all published pages. False, and no change, while a request runs."""
@@ -1542,10 +1637,11 @@ class FewestToCompute(ArrivalOrder):
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
 
-    def pick(self, waiting):
-        return min(
-            waiting, key=lambda s: len(s.tokens) - self.cache.find(s.tokens).matched_len
-        )
+    def plan(self, waiting):
+        return sorted(waiting, key=self.num_to_compute)
+
+    def num_to_compute(self, state):
+        return len(state.tokens) - self.cache.find(state.tokens).matched_len
 
 
 def ttfts(make_grouping) -> list[int]:
@@ -1573,14 +1669,14 @@ assert (in_order, fewest) == ([9, 9], [9, 1])
 #
 # A preempted request publishes its complete pages. An engine that frees them instead would be
 # a line shorter. In the run of the three requests in 22 pages, under `PublishAtFinish`, how many
-# tokens are computed again with the chapter's `_preempt`, and how many with the short one?
+# tokens are computed again with the chapter's `preempt`, and how many with the short one?
 
 
 # %% tags=["solution"]
 class Discarding(Scheduler):
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         state.num_committed = 0  # so that nothing counts as complete
-        super()._preempt(state)
+        super().preempt(state)
 
 
 def recomputed_with(kind: type[Scheduler]) -> int:

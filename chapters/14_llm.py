@@ -30,19 +30,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from minivllm.engine import PublishAtFinish, PublishEachStep, Publisher
-from minivllm.prefix_cache import INDEXES
+from minivllm.engine import (
+    Engine,
+    Limits,
+    PublishAtFinish,
+    PublishEachStep,
+    Publisher,
+    Runner,
+)
+from minivllm.events import Observer, ignore
+from minivllm.prefix_cache import INDEXES, PrefixCache
+from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
-from minivllm.scheduler import ADMISSIONS
+from minivllm.scheduler import ADMISSIONS, Scheduler
+from minivllm.single_flight import RELEASES, PromptAtLeast, SingleFlight
 
 PUBLISHERS: dict[str, type[Publisher]] = {
+    "schedule": PublishEachStep,  # and announcements
     "step": PublishEachStep,
+    "prompt": PublishPrompt,
     "finish": PublishAtFinish,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "index": tuple(INDEXES),
     "publish": tuple(PUBLISHERS),
-    "single_flight": ("none",),
+    "single_flight": ("none", *RELEASES),
     "grouping": ("arrival",),
     "admission": ADMISSIONS,
     "eviction": tuple(EVICTION),
@@ -65,7 +77,9 @@ class EngineOptions:
 
     index: str = option("radix", "How a prefix is found.")
     publish: str = option("step", "When a page becomes visible to others.")
-    single_flight: str = option("none", "Who waits for an identical prompt.")
+    single_flight: str = option(
+        "prefill", "How long identical prompts wait for the first of them."
+    )
     grouping: str = option("arrival", "Who rides in one batch.")
     admission: str = option("optimistic", "What must fit before a request runs.")
     eviction: str = option("lru", "Which unused page goes first.")
@@ -137,6 +151,51 @@ for attempt in (
         read_options(attempt)
     except ValueError as error:
         print(error)
+
+# %% [markdown]
+# ## From names to objects
+#
+# This is the composition root, the one function that knows all policies. It takes any runner,
+# so a simulated engine is put together by the same lines. Two choices are more than a name in a
+# table. `schedule` publishes like `step`, and announces besides; without an index there is
+# nothing to announce for. And a release after prefill promises followers the leader's prompt,
+# so the prompt is published then, whatever the publication policy says.
+
+
+# %% export="options.py"
+def assemble(
+    options: EngineOptions,
+    num_pages: int,
+    runner: Runner,
+    limits: Limits,
+    observer: Observer = ignore,
+    **seams: Any,
+) -> Engine:
+    """The engine that the options describe; `seams` are passed on to `Engine`."""
+    cache = PrefixCache(
+        num_pages, options.page_size, options.index, options.eviction, observer
+    )
+    announces = options.publish == "schedule" and options.index != "none"
+    scheduler = Scheduler(
+        cache,
+        options.max_running,
+        options.max_batch_tokens,
+        options.admission,
+        announcer=Announcements(options.page_size) if announces else None,
+        observer=observer,
+    )
+    publisher = PUBLISHERS[options.publish]()
+    flights, early = options.single_flight != "none", options.single_flight == "prefill"
+    return Engine(
+        runner,
+        scheduler,
+        limits,
+        publisher=PromptAtLeast(publisher) if early else publisher,
+        coordinator=SingleFlight(options.single_flight) if flights else None,
+        observer=observer,
+        **seams,
+    )
+
 
 # %% [markdown]
 # ## Where, how exact, how much
@@ -245,23 +304,9 @@ class LLM:
             config, chosen.page_size, device, dtype
         )
         runner = self._runner(decoder, num_pages)
-        cache = PrefixCache(
-            num_pages, chosen.page_size, chosen.index, chosen.eviction, observer
-        )
-        scheduler = Scheduler(
-            cache,
-            chosen.max_running,
-            chosen.max_batch_tokens,
-            chosen.admission,
-            observer=observer,
-        )
-        self.engine = Engine(
-            runner,
-            scheduler,
-            Limits(config.vocab_size, config.max_context, ends),
-            publisher=PUBLISHERS[chosen.publish](),
-            writers=self._writer,
-            observer=observer,
+        limits = Limits(config.vocab_size, config.max_context, ends)
+        self.engine = assemble(
+            chosen, num_pages, runner, limits, observer, writers=self._writer
         )
 
     def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (aac71e1d): edit the chapter.
+# Exported from chapters/07_engine.py (40895c3d): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -115,6 +115,15 @@ class Coordinator(Protocol):
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """The request ended otherwise; who leads now, and who is released."""
 
+    def leader_of(self, request_id: str) -> str | None:
+        """Whom a held request waits for."""
+
+    def waiting_for(self, request_id: str) -> Sequence[str]:
+        """Who waits for a request."""
+
+    def stats(self) -> dict[str, int]:
+        """Flights opened and requests that waited, so far."""
+
 
 class Independent:
     """Nobody waits for anybody."""
@@ -134,6 +143,18 @@ class Independent:
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """Nobody follows."""
         return None, []
+
+    def leader_of(self, request_id: str) -> str | None:
+        """Nobody waits."""
+        return None
+
+    def waiting_for(self, request_id: str) -> Sequence[str]:
+        """Nobody waits."""
+        return ()
+
+    def stats(self) -> dict[str, int]:
+        """Nothing happens here."""
+        return {"flights": 0, "followers": 0}
 
 
 @dataclass(frozen=True)
@@ -236,7 +257,7 @@ class Engine:
             raise ValueError(f"priority must be a whole number, not {priority!r}")
         number, now = self._num_submitted, self.clock.now()
         request = Request(str(number), ids, params, extra_key, priority, number, now)
-        state = RequestState(request, ids[:], max_output)
+        state = RequestState(request, ids[:], max_output, priority)
         progress = Progress(state, self.writers(ids, params), RequestMetrics(now))
         with self._change():
             self._enter(progress)
@@ -251,7 +272,15 @@ class Engine:
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
+        elif leader := self.coordinator.leader_of(request_id):
+            self._hasten(leader)
         self.observer("submit", request_id=request_id, held=progress.held)
+
+    def _hasten(self, leader: str) -> None:
+        """A leader is as urgent as the most urgent of those who wait for it."""
+        names = [leader, *self.coordinator.waiting_for(leader)]
+        priority = min(self._live[name].state.request.priority for name in names)
+        self.scheduler.set_priority(self._live[leader].state, priority)
 
     def has_unfinished(self) -> bool:
         """Whether any request is still to be worked on, or to be reported."""
@@ -317,12 +346,14 @@ class Engine:
                 del self._live[progress.state.request.request_id]
 
     def _show(self, progress: Progress) -> None:
-        state, cache = progress.state, self.scheduler.cache
-        if progress.finish_reason:
-            self.scheduler.finish(state, progress.finish_reason)
-        elif state.lease:
-            num_visible = self.publisher.num_visible(state)
-            cache.publish(state.lease, state.tokens, num_visible)
+        state, reason = progress.state, progress.finish_reason
+        num_visible = (
+            state.num_committed if reason else self.publisher.num_visible(state)
+        )
+        assert state.lease is not None
+        self.scheduler.cache.publish(state.lease, state.tokens, num_visible)
+        if reason:
+            self.scheduler.finish(state, reason)
 
     def _tell(self, progress: Progress) -> None:
         request_id = progress.state.request.request_id
@@ -353,6 +384,8 @@ class Engine:
             if not progress.held:
                 self.scheduler.finish(progress.state, reason)
             leader, released = self.coordinator.aborted(request_id)
+            if leader:
+                self._hasten(leader)
             self._release([*([leader] if leader else []), *released])
             del self._live[request_id]
         return self._output(progress)
@@ -394,7 +427,8 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Pages, queues and counters, by name."""
         held = sum(progress.held for progress in self._live.values())
-        return self.scheduler.cache.stats() | self.scheduler.stats() | {"held": held}
+        queues = self.scheduler.stats() | {"held": held}
+        return self.scheduler.cache.stats() | queues | self.coordinator.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all published pages. False, and no change, while a request runs."""

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (30914e4c): edit the chapter.
+# Exported from chapters/14_llm.py (8ca92f8e): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from minivllm.engine import Engine, Limits, NoText, Writer
+from minivllm.engine import Limits, NoText, Writer
 from minivllm.events import Observer, ignore
 from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
-from minivllm.options import PUBLISHERS, read_options
-from minivllm.prefix_cache import PrefixCache
+from minivllm.options import assemble, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.sampling import Sampler
-from minivllm.scheduler import Scheduler
 from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
 
 
@@ -92,23 +90,9 @@ class LLM:
             config, chosen.page_size, device, dtype
         )
         runner = self._runner(decoder, num_pages)
-        cache = PrefixCache(
-            num_pages, chosen.page_size, chosen.index, chosen.eviction, observer
-        )
-        scheduler = Scheduler(
-            cache,
-            chosen.max_running,
-            chosen.max_batch_tokens,
-            chosen.admission,
-            observer=observer,
-        )
-        self.engine = Engine(
-            runner,
-            scheduler,
-            Limits(config.vocab_size, config.max_context, ends),
-            publisher=PUBLISHERS[chosen.publish](),
-            writers=self._writer,
-            observer=observer,
+        limits = Limits(config.vocab_size, config.max_context, ends)
+        self.engine = assemble(
+            chosen, num_pages, runner, limits, observer, writers=self._writer
         )
 
     def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:

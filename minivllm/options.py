@@ -1,23 +1,35 @@
-# Exported from chapters/14_llm.py (67ecfeba): edit the chapter.
+# Exported from chapters/14_llm.py (9db61431): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from minivllm.engine import PublishAtFinish, PublishEachStep, Publisher
-from minivllm.prefix_cache import INDEXES
+from minivllm.engine import (
+    Engine,
+    Limits,
+    PublishAtFinish,
+    PublishEachStep,
+    Publisher,
+    Runner,
+)
+from minivllm.events import Observer, ignore
+from minivllm.prefix_cache import INDEXES, PrefixCache
+from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
-from minivllm.scheduler import ADMISSIONS
+from minivllm.scheduler import ADMISSIONS, Scheduler
+from minivllm.single_flight import RELEASES, PromptAtLeast, SingleFlight
 
 PUBLISHERS: dict[str, type[Publisher]] = {
+    "schedule": PublishEachStep,  # and announcements
     "step": PublishEachStep,
+    "prompt": PublishPrompt,
     "finish": PublishAtFinish,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "index": tuple(INDEXES),
     "publish": tuple(PUBLISHERS),
-    "single_flight": ("none",),
+    "single_flight": ("none", *RELEASES),
     "grouping": ("arrival",),
     "admission": ADMISSIONS,
     "eviction": tuple(EVICTION),
@@ -39,7 +51,9 @@ class EngineOptions:
 
     index: str = option("radix", "How a prefix is found.")
     publish: str = option("step", "When a page becomes visible to others.")
-    single_flight: str = option("none", "Who waits for an identical prompt.")
+    single_flight: str = option(
+        "prefill", "How long identical prompts wait for the first of them."
+    )
     grouping: str = option("arrival", "Who rides in one batch.")
     admission: str = option("optimistic", "What must fit before a request runs.")
     eviction: str = option("lru", "Which unused page goes first.")
@@ -94,3 +108,37 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
         offered = ", ".join(sorted(known))
         raise ValueError(f"unknown option {unknown[0]!r} (known: {offered})")
     return EngineOptions(**options)
+
+
+def assemble(
+    options: EngineOptions,
+    num_pages: int,
+    runner: Runner,
+    limits: Limits,
+    observer: Observer = ignore,
+    **seams: Any,
+) -> Engine:
+    """The engine that the options describe; `seams` are passed on to `Engine`."""
+    cache = PrefixCache(
+        num_pages, options.page_size, options.index, options.eviction, observer
+    )
+    announces = options.publish == "schedule" and options.index != "none"
+    scheduler = Scheduler(
+        cache,
+        options.max_running,
+        options.max_batch_tokens,
+        options.admission,
+        announcer=Announcements(options.page_size) if announces else None,
+        observer=observer,
+    )
+    publisher = PUBLISHERS[options.publish]()
+    flights, early = options.single_flight != "none", options.single_flight == "prefill"
+    return Engine(
+        runner,
+        scheduler,
+        limits,
+        publisher=PromptAtLeast(publisher) if early else publisher,
+        coordinator=SingleFlight(options.single_flight) if flights else None,
+        observer=observer,
+        **seams,
+    )

@@ -1,9 +1,10 @@
-# Exported from chapters/04_pages.py (2df8ad33): edit the chapter.
+# Exported from chapters/04_pages.py (5ca5de1a): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -165,6 +166,12 @@ class Lease:
     num_shared: int
     handle: Handle
     num_offered: int  # pages that the index was shown, whether it took them or not
+    num_borrowed: int = 0  # after the shared ones: others own them (chapter 9)
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The pages that are private to this request."""
+        return self.pages[self.num_shared + self.num_borrowed :]
 
 
 INDEXES: dict[str, type[RadixCache] | type[HashIndex] | type[NoIndex]] = {
@@ -198,17 +205,21 @@ class PrefixCache:
         """Find the longest published prefix. Changes nothing."""
         return self.index.match_prefix(token_ids, extra_key)
 
-    def acquire(self, match: Match, num_tokens: int) -> Lease:
+    def acquire(
+        self, match: Match, num_tokens: int, borrowed: Sequence[int] = ()
+    ) -> Lease:
         """Pin a match, and get pages for the rest of the first `num_tokens` tokens.
 
-        Raises `OutOfPages` if they cannot be had; then nothing has changed.
+        Pages `borrowed` from others (chapter 9) go on where the match ends. Raises
+        `OutOfPages` if the rest cannot be had; then nothing has changed.
         """
         pages = match.kv_indices.pages
-        missing = self.pages_for(num_tokens) - len(pages)
+        missing = self.pages_for(num_tokens) - len(pages) - len(borrowed)
         if missing > self.pool.num_free:
             self._check_room(missing, self.index.evictable_len(match))
         handle = self.index.lock(match)
-        lease = Lease(pages, len(pages), handle, num_offered=len(pages))
+        lease = Lease([*pages, *borrowed], len(pages), handle, len(pages))
+        lease.num_borrowed = len(borrowed)
         self.leases.add(lease)
         self.grow(lease, num_tokens)
         return lease
@@ -258,7 +269,9 @@ class PrefixCache:
         lease.num_offered, lease.num_shared = end, start + len(published)
         lease.pages[start : lease.num_shared] = published
         if published != own:
-            self._free([a for a, b in zip(own, published, strict=False) if a != b])
+            pairs = list(zip(own, published, strict=False))[lease.num_borrowed :]
+            self._free([a for a, b in pairs if a != b])
+        lease.num_borrowed = max(0, lease.num_borrowed - len(published))
         self.published_tokens += len(slots) * size - num_known
         self.observer("publish", pages=published[num_known // size :])
 
@@ -269,8 +282,9 @@ class PrefixCache:
 
     def release(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
         """End a lease: publish its complete pages, give the others back, unpin."""
-        self.publish(lease, token_ids, num_committed)
-        self._free(lease.pages[lease.num_shared :])
+        if not lease.num_borrowed:  # else the pages below its own do not exist
+            self.publish(lease, token_ids, num_committed)
+        self._free(lease.own_pages)
         self.index.unlock(lease.handle)
         self.leases.remove(lease)
         lease.pages, lease.num_shared = [], 0
@@ -304,9 +318,7 @@ class PrefixCache:
     def check(self) -> None:
         """Assert that every page is in exactly one state and every user is known."""
         stats, published = self.stats(), set(self.index.pages())
-        private = [
-            page for lease in self.leases for page in lease.pages[lease.num_shared :]
-        ]
+        private = [page for lease in self.leases for page in lease.own_pages]
         pinned = {
             page for lease in self.leases for page in lease.pages[: lease.num_shared]
         }

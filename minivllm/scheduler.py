@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (9876400f): edit the chapter.
+# Exported from chapters/07_engine.py (9a2535ed): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -17,6 +17,7 @@ from minivllm.batch import Chunk
 from minivllm.events import Observer, ignore
 from minivllm.pages import OutOfPages
 from minivllm.prefix_cache import Lease, PrefixCache
+from minivllm.radix import Match
 from minivllm.request import Request
 
 
@@ -32,10 +33,12 @@ class RequestState:
     request: Request
     tokens: array[int]
     max_output: int
+    priority: int
     lease: Lease | None = None
     num_committed: int = 0
     num_cached_tokens: int | None = None
     high_water: int = 0
+    num_passed: int = 0  # steps in which somebody behind it was admitted first
 
     @property
     def num_output(self) -> int:
@@ -55,14 +58,14 @@ class RequestState:
     @property
     def order(self) -> tuple[int, int]:
         """The place in every queue: priority, then arrival."""
-        return self.request.order
+        return (self.priority, self.request.arrival)
 
 
 class Grouping(Protocol):
     """Who is admitted next, and who is preempted first. Both lists are in order."""
 
-    def pick(self, waiting: Sequence[RequestState]) -> RequestState:
-        """Choose the next request to admit; `waiting` is not empty."""
+    def plan(self, waiting: Sequence[RequestState]) -> Sequence[RequestState]:
+        """Whom to try to admit in this step; the first that does not fit ends it."""
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """Choose the request to preempt, among those not served yet in this step."""
@@ -71,13 +74,40 @@ class Grouping(Protocol):
 class ArrivalOrder:
     """First come, first served; last come, first preempted."""
 
-    def pick(self, waiting: Sequence[RequestState]) -> RequestState:
-        """The head of the queue."""
-        return waiting[0]
+    def plan(self, waiting: Sequence[RequestState]) -> Sequence[RequestState]:
+        """The queue as it is."""
+        return waiting
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """The last to have come among the least important."""
         return unserved[-1]
+
+
+class Announcer(Protocol):
+    """What the present step will have computed, for requests scheduled later in it."""
+
+    def clear(self) -> None:
+        """A new step is planned."""
+
+    def announce(self, state: RequestState, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a request will have K/V after this step."""
+
+    def find(self, state: RequestState, match: Match) -> list[int]:
+        """The announced pages that go on where a match ends."""
+
+
+class Silence:
+    """Nobody reads what was not published."""
+
+    def clear(self) -> None:
+        """Nothing was announced."""
+
+    def announce(self, state: RequestState, num_tokens: int) -> None:
+        """Nobody is told."""
+
+    def find(self, state: RequestState, match: Match) -> list[int]:
+        """Nothing is found."""
+        return []
 
 
 ADMISSIONS = ("optimistic", "reserve")
@@ -106,6 +136,7 @@ class Scheduler:
         max_batch_tokens: int = 2048,
         admission: str = "optimistic",
         grouping: Grouping | None = None,
+        announcer: Announcer | None = None,
         observer: Observer = ignore,
     ) -> None:
         if max_running < 1 or max_batch_tokens < 1:
@@ -119,6 +150,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.admission = admission
         self.grouping = grouping or ArrivalOrder()
+        self.announcer = announcer or Silence()
         self.observer = observer
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -128,9 +160,18 @@ class Scheduler:
         """Queue a request at its place."""
         insort(self.waiting, state, key=lambda s: s.order)
 
+    def set_priority(self, state: RequestState, priority: int) -> None:
+        """Give a request another place in its queue."""
+        state.priority = priority
+        for queue in (self.waiting, self.running):
+            queue.sort(key=lambda s: s.order)
+
     def schedule(self) -> list[Chunk]:
         """Plan one step, pages included: continue what runs, then admit what fits."""
+        for state in [s for s in self.running if s.lease and s.lease.num_borrowed]:
+            self.preempt(state)  # a borrowed page is good for one step (chapter 9)
         preemptions = self.counters.preemptions
+        self.announcer.clear()
         batch = self._continue_running()
         if self.counters.preemptions == preemptions:  # pages are short: let nobody in
             num_tokens = sum(len(chunk.token_ids) for chunk in batch)
@@ -154,31 +195,45 @@ class Scheduler:
         lease, start = state.lease, state.num_committed
         assert lease is not None
         ids = state.tokens[start : start + num_tokens]
-        pages, shared = tuple(lease.pages), lease.num_shared
+        self.announcer.announce(state, start + num_tokens)
+        pages, shared = tuple(lease.pages), lease.num_shared + lease.num_borrowed
         samples = num_tokens == state.num_pending
         name, params = state.request.request_id, state.request.params
         return Chunk(name, ids, start, pages, shared, samples, params)
 
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
-            state = self.grouping.pick(self.waiting)
+        if not (self.waiting and budget and len(self.running) < self.max_running):
+            return batch
+        for state in list(self.grouping.plan(self.waiting)):
             num_tokens = self._try_admit(state, budget)
             if num_tokens == 0:
                 break
             batch.append(self._chunk(state, num_tokens))
+            self._count_passed(state)
             budget -= num_tokens
+            if budget == 0 or len(self.running) == self.max_running:
+                break
         return batch
+
+    def _count_passed(self, admitted: RequestState) -> None:
+        """Who stood before the one that was admitted has been passed over once more."""
+        for state in self.waiting:
+            if state.order > admitted.order:
+                return
+            state.num_passed += 1
 
     def _try_admit(self, state: RequestState, budget: int) -> int:
         """Start a lease if the request fits; the size of its first chunk, or 0."""
         if self.admission == "reserve" and not self._reservable(state):
             return 0
         match = self.cache.find(state.tokens, state.request.extra_key)
-        cached = min(match.matched_len, len(state.tokens) - 1)
+        borrowed = self.announcer.find(state, match)
+        found = match.matched_len + len(borrowed) * self.cache.page_size
+        cached = min(found, len(state.tokens) - 1)
         num_tokens = min(len(state.tokens) - cached, budget)
         try:
-            lease = self.cache.acquire(match, cached + num_tokens)
+            lease = self.cache.acquire(match, cached + num_tokens, borrowed)
         except OutOfPages:
             return 0
         self.waiting.remove(state)
@@ -201,11 +256,11 @@ class Scheduler:
                 return True
             except OutOfPages:
                 victim = self.grouping.victim(self.running[num_served:])
-                self._preempt(victim)
+                self.preempt(victim)
                 if victim is state:
                     return False
 
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Back to the queue, at its old place; complete pages stay findable."""
         self._leave(state)
         state.num_committed = 0

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minivllm
-from minivllm.engine import Engine, Limits, NoText, PublishAtFinish, PublishEachStep
+from minivllm.engine import (
+    Engine,
+    Independent,
+    Limits,
+    NoText,
+    PublishAtFinish,
+    PublishEachStep,
+)
 from minivllm.events import EventLog, ignore
 from minivllm.prefix_cache import PrefixCache
 from minivllm.request import SamplingParams, encode_ids
@@ -580,7 +587,7 @@ def test_nothing_is_observed_unless_asked_for():
 # ---- The coordinator's seam ----------------------------------------------------------
 
 
-class Twins:
+class Twins(Independent):
     """The first of equal prompts leads; it releases the others when it is prefilled."""
 
     def __init__(self):

@@ -26,9 +26,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from minivllm.engine import Engine, Limits, PublishAtFinish, PublishEachStep
+from minivllm.engine import Engine, Limits, PublishEachStep
 from minivllm.model import Decoder, ModelConfig
+from minivllm.options import PUBLISHERS
 from minivllm.prefix_cache import PrefixCache
+from minivllm.publication import Announcements
 from minivllm.request import SamplingParams
 from minivllm.runner import ModelRunner
 from minivllm.scheduler import Scheduler
@@ -41,10 +43,9 @@ from minivllm.simulation import (
 )
 
 VOCAB = 50
-PUBLISHERS = {"finish": PublishAtFinish, "step": PublishEachStep}
 AXES = {
     "index": ["radix", "hash", "none"],
-    "publish": ["step", "finish"],
+    "publish": ["schedule", "step", "prompt", "finish"],
     "admission": ["optimistic", "reserve"],
     "eviction": ["lru", "lfu", "fifo"],
     "max_batch_tokens": [5, 16, 200],
@@ -102,8 +103,13 @@ def make_engine(runner=None, clock=None, **chosen) -> CheckedEngine:
     clock = clock or VirtualClock()
     num_pages = POOL_TOKENS[chosen["pool"]] // size
     cache = PrefixCache(num_pages, size, chosen["index"], chosen["eviction"])
+    announces = chosen["publish"] == "schedule" and chosen["index"] != "none"
     scheduler = Scheduler(
-        cache, chosen["max_running"], chosen["max_batch_tokens"], chosen["admission"]
+        cache,
+        chosen["max_running"],
+        chosen["max_batch_tokens"],
+        chosen["admission"],
+        announcer=Announcements(size) if announces else None,
     )
     return CheckedEngine(
         runner or CheckingRunner(size, VOCAB, clock=clock),
@@ -180,7 +186,7 @@ SIZES = ("max_batch_tokens", "page_size", "pool")
 
 @pytest.mark.parametrize("policies", [*itertools.product(*(AXES[a] for a in POLICIES))])
 def test_the_whole_matrix(policies):
-    """36 choices, each with 18 sizes of steps, pages and pools: 648 checked runs."""
+    """72 choices, each with 18 sizes of steps, pages and pools: 1,296 checked runs."""
     chosen = dict(zip(POLICIES, policies, strict=True))
     arrivals, evicted, preempted, cached = workload(), 0, 0, 0
     for sizes in itertools.product(*(AXES[a] for a in SIZES)):
