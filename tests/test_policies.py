@@ -39,12 +39,14 @@ from minivllm.simulation import (
     VirtualClock,
     simulate,
 )
+from minivllm.single_flight import PromptAtLeast, SingleFlight
 
 VOCAB = 50
 PUBLISHERS = {"finish": PublishAtFinish, "step": PublishEachStep}
 AXES = {
     "index": ["radix", "hash", "none"],
     "publish": ["step", "finish"],
+    "single_flight": ["none", "completion", "prefill"],
     "admission": ["optimistic", "reserve"],
     "eviction": ["lru", "lfu", "fifo"],
     "max_batch_tokens": [5, 16, 200],
@@ -55,6 +57,7 @@ POOL_TOKENS = {"tight": 96, "roomy": 2_000}  # the largest footprint is 30 + 20 
 PLAIN = {
     "index": "none",
     "publish": "finish",
+    "single_flight": "none",
     "admission": "optimistic",
     "eviction": "lru",
     "max_batch_tokens": 200,
@@ -85,14 +88,21 @@ def check(engine: Engine) -> None:
         assert [s.order for s in queue] == sorted(s.order for s in queue), (
             "out of order"
         )
+    held = [progress.state for progress in engine._live.values() if progress.held]
+    assert all(state.lease is None for state in held), "held with pages"
+    assert not set(held) & {*scheduler.waiting, *scheduler.running}, "held and queued"
+    if isinstance(engine.coordinator, SingleFlight):
+        engine.coordinator.check()
 
 
 def check_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert not engine.has_unfinished()
-    assert stats["running"] == stats["waiting"] == 0
+    assert stats["running"] == stats["waiting"] == stats["held"] == 0
     assert stats["pages_private"] == stats["pages_pinned"] == 0, "held by nobody"
     assert stats["pages_free"] + stats["pages_evictable"] == stats["pages_total"]
+    if isinstance(flights := engine.coordinator, SingleFlight):
+        assert not flights._flights and not flights._members and not flights._released
 
 
 def make_engine(runner=None, clock=None, **chosen) -> CheckedEngine:
@@ -105,12 +115,14 @@ def make_engine(runner=None, clock=None, **chosen) -> CheckedEngine:
     scheduler = Scheduler(
         cache, chosen["max_running"], chosen["max_batch_tokens"], chosen["admission"]
     )
+    publisher, release = PUBLISHERS[chosen["publish"]](), chosen["single_flight"]
     return CheckedEngine(
         runner or CheckingRunner(size, VOCAB, clock=clock),
         scheduler,
         Limits(VOCAB, 256),
         clock=clock,
-        publisher=PUBLISHERS[chosen["publish"]](),
+        publisher=PromptAtLeast(publisher) if release == "prefill" else publisher,
+        coordinator=None if release == "none" else SingleFlight(release),
     )
 
 
@@ -174,15 +186,15 @@ def cold(arrivals: Iterable[Arrival]) -> dict[int, list[int]]:
 
 # ---- The whole matrix, on the simulated runner ---------------------------------------
 
-POLICIES = ("index", "publish", "admission", "eviction")
+POLICIES = ("index", "publish", "single_flight", "admission", "eviction")
 SIZES = ("max_batch_tokens", "page_size", "pool")
 
 
 @pytest.mark.parametrize("policies", [*itertools.product(*(AXES[a] for a in POLICIES))])
 def test_the_whole_matrix(policies):
-    """36 choices, each with 18 sizes of steps, pages and pools: 648 checked runs."""
+    """108 choices, each with 18 sizes of steps, pages and pools: 1,944 checked runs."""
     chosen = dict(zip(POLICIES, policies, strict=True))
-    arrivals, evicted, preempted, cached = workload(), 0, 0, 0
+    arrivals, evicted, preempted, cached, waited = workload(), 0, 0, 0, 0
     for sizes in itertools.product(*(AXES[a] for a in SIZES)):
         engine = make_engine(**chosen, **dict(zip(SIZES, sizes, strict=True)))
         assert answers(engine, arrivals) == cold(arrivals)
@@ -190,9 +202,11 @@ def test_the_whole_matrix(policies):
         evicted += stats["evicted_tokens"]
         preempted += stats["preemptions"]
         cached += stats["cached_tokens"]
+        waited += stats["followers"]
     shares = chosen["index"] != "none"
     assert (cached > 0) == (evicted > 0) == shares, "the runs exercise the cache"
     assert (preempted > 0) == (chosen["admission"] == "optimistic")
+    assert (waited > 0) == (chosen["single_flight"] != "none")
 
 
 def test_the_plain_choice_is_the_cold_answer():
@@ -272,6 +286,7 @@ class Life(RuleBasedStateMachine):
     @initialize(
         index=st.sampled_from(AXES["index"]),
         publish=st.sampled_from(AXES["publish"]),
+        single_flight=st.sampled_from(AXES["single_flight"]),
         admission=st.sampled_from(AXES["admission"]),
         eviction=st.sampled_from(AXES["eviction"]),
         max_batch_tokens=st.sampled_from([1, 5, 200]),
