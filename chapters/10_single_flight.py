@@ -1,18 +1,17 @@
 # %% [markdown]
 # # 10. Single-flight
 #
-# Two identical requests, a cold cache, one step. Chapter 9 made pages visible as early as
-# they can be, and these two still compute everything twice: neither has anything to show
-# when the other one looks. So let the second one wait. The first computes the prompt, the
-# second finds it in the cache. Half of the prefill is saved. What happens to the mean time
-# to first token?
+# Two identical requests, a cold cache, one step. Chapter 9 made pages visible as early as they
+# can be, and these two still compute everything twice: neither has anything to show when the
+# other one looks. So let the second one wait. The first computes the prompt, the second finds
+# it in the cache. Half of the prefill is saved. What happens to the mean time to first token?
 #
 # The machine below is the one of chapter 8 that fits the published measurements: a prefill of
 # 493 tokens takes 1, which is our unit of time, a cached one takes s = .035, a decode of 128
 # tokens takes D = 2.66, and every further request in a decode step costs k = .91 of the first.
-# Pages become visible when their owner ends, as in the engine that was measured.
-# Scheduler, cache and engine are the real ones, and the class that makes the second one wait
-# is borrowed from the package until we have built it.
+# Pages become visible when their owner ends, as in the engine that was measured. Scheduler,
+# cache and engine are the real ones, and the class that makes the second one wait is borrowed
+# from the package until we have built it.
 
 # %% tags=["hide-input"]
 from dataclasses import dataclass as plain_dataclass
@@ -116,10 +115,11 @@ for num_requests in (2, 8):
         )
 
 # %% [markdown]
-# With eight requests everything is as one would hope: the mean TTFT falls from [4.26](#surprise) to
-# 3.54. With two, half of the prompt work is gone, and the mean TTFT *rises* from [1.54](#surprise) to
-# [2.35](#surprise). The slowest request ends earlier, at [6.36](#surprise) and not at [7.09](#surprise). So the machine
-# did less, the last answer came sooner, and the callers waited longer for their first word.
+# With eight requests everything is as one would hope: the mean TTFT falls from
+# [4.87](#surprise) to [3.54](#surprise). With two, half of the prompt work is gone, and the
+# mean TTFT *rises* from [1.54](#surprise) to [2.35](#surprise). The slowest request ends at
+# [6.36](#surprise) and not at [7.09](#surprise). So the machine did less, the last answer came
+# sooner, and the callers waited longer for their first word.
 #
 # The belief that breaks here is that *less duplicate work is lower latency*. Work is what the
 # machine does. Latency is also what it makes you wait for. Let us build the thing that waits,
@@ -128,8 +128,8 @@ for num_requests in (2, 8):
 # ## A flight
 #
 # The name comes from Go, whose `singleflight` lets many callers of one function share a single
-# call. Our function is the prefill. Its argument is the exact input: the token ids, and
-# the `extra_key` that keeps tenants apart (chapter 2). The first request with an input *leads*,
+# call. Our function is the prefill. Its argument is the exact input: the token ids, and the
+# `extra_key` that keeps tenants apart (chapter 2). The first request with an input *leads*,
 # those that come while it computes *follow*. Together they are a flight.
 
 # %% export="single_flight.py"
@@ -162,8 +162,8 @@ class Flight:
 
 # %% [markdown]
 # The key holds the tokens themselves and no hash of them. A follower bets its waiting time on
-# being equal to its leader; there is no page to compare with yet. The followers are a
-# dict without values, because a Python set would forget who came first.
+# being equal to its leader; there is no page to compare with yet. The followers are a dict
+# without values, because a Python set would forget who came first.
 #
 # The coordinator has two tables, from inputs to flights and from requests to flights, and a set
 # whose use will show.
@@ -191,9 +191,9 @@ class SingleFlight:
 
 
 # %% [markdown]
-# A request that comes in either opens a flight or stands in line. Note what is not asked: whether
-# the cache holds a part of the prompt. What is cached now may be evicted before the follower runs,
-# and a leader that is nearly done holds nobody up for long.
+# A request that comes in either opens a flight or stands in line. Note what is not asked:
+# whether the cache holds a part of the prompt. What is cached now may be evicted before the
+# follower runs, and a leader that is nearly done holds nobody up for long.
 
 
 # %% export="single_flight.py"
@@ -221,8 +221,8 @@ class SingleFlight(SingleFlight):
 
 
 # %% [markdown]
-# A wait has to end. Two moments offer themselves: when the leader's prompt is computed, and when
-# the leader has ended. The engine reports both, and `release` says which one counts.
+# A wait has to end. Two moments offer themselves: when the leader's prompt is computed, and
+# when the leader has ended. The engine reports both, and `release` says which one counts.
 
 
 # %% export="single_flight.py"
@@ -248,10 +248,10 @@ class SingleFlight(SingleFlight):
 
 
 # %% [markdown]
-# To release is to close the flight: it leaves both tables, and the next request with that
-# input will open another one. Its members still run and will report their ends. We keep
-# their ids, and nothing else about them, so that a report can be told from a mistake. Chapter 11
-# is about this set; three designs without it came before.
+# To release is to close the flight: it leaves both tables, and the next request with that input
+# will open another one. Its members still run and will report their ends. We keep their ids,
+# and nothing else about them, so that a report can be told from a mistake. Chapter 11 is about
+# this set; three designs without it came before.
 
 
 # %% export="single_flight.py"
@@ -278,9 +278,9 @@ class SingleFlight(SingleFlight):
 
 
 # %% [markdown]
-# And the leader may end before its time: its caller hangs up, or its forward pass raises. Whoever waits
-# for it must not wait for ever, and must not be told that all is well. So the next in line takes
-# over and computes.
+# And the leader may end before its time: its caller hangs up, or its forward pass raises.
+# Whoever waits for it must not wait for ever, and must not be told that all is well. So the
+# next in line takes over and computes.
 
 
 # %% export="single_flight.py"
@@ -310,8 +310,8 @@ class SingleFlight(SingleFlight):
 
 
 # %% [markdown]
-# The rest answers questions: whom somebody waits for, who waits, how many did, and whether
-# each live id has exactly one place.
+# The rest answers questions: whom somebody waits for, who waits, how many did, and whether each
+# live id has exactly one place.
 
 
 # %% tags=["hide-input"] export="single_flight.py"
@@ -393,7 +393,7 @@ class PromptAtLeast:
         return max(shown, self.policy.num_visible(state))
 
 
-# %% name="promise" claims="R16 R20"
+# %% name="promise" claims="R16 R20 R21"
 ReadyPromptAtLeast = PromptAtLeast
 for label, publisher, wrapped in (
     ("at the end", PublishAtFinish(), False),
@@ -411,16 +411,17 @@ for label, publisher, wrapped in (
     print(f"{label:28} held {held[0]}, after the prefill {held[1]}; cached {cached}")
 
 # %% [markdown]
-# In the first line two requests wait for the prefill and then do it all over again. With the wrapper
-# they find [480](#promise) tokens each, and publication after each step adds nothing to that. It is not
-# useless, though: it serves those who wait for nobody, such as requests that share only a
-# part of their prompts.
+# In the first line two requests wait for the prefill and then do it all over again. With the
+# wrapper they find [480](#promise) tokens each, and publication after each step adds nothing to
+# that. It is not useless, though: it serves those who wait for nobody, such as requests that
+# share only a part of their prompts.
 #
 # ## The prompt, not the answer
 #
 # What a follower gets is a prefix in the cache, and nothing else. It enters the queue at its
-# place of arrival, takes its own slot, has its own sampling parameters and ends when it wants to. Two
-# lines of a test runner show it: this one draws its tokens with the seed of the request.
+# place of arrival, takes its own slot, has its own sampling parameters and ends when it wants
+# to. Two lines of a test runner show it: this one draws its tokens with the seed of the
+# request.
 
 
 # %% name="answers" claims="R12"
@@ -438,9 +439,10 @@ for output in run_all(engine).outputs:
     print(f"cached {output.num_cached_tokens:3}, answer {output.outputs[0].token_ids}")
 
 # %% [markdown]
-# Three answers of [3](#answers), [5](#answers) and [2](#answers) tokens, one prefill. (A test does the same with a real model and
-# temperatures above 0, and compares each answer with the one that the request gets alone.) To hand out the leader's
-# answer as well would be a cache of answers. It would be wrong for all who sample.
+# Three answers of different length with other tokens, and one prefill. (A test does the same
+# with a real model and temperatures above 0, and compares each answer with the one that the
+# request gets alone.) To hand out the leader's answer as well would be a cache of answers, and
+# wrong for all who sample.
 #
 # ## Where the time goes
 #
@@ -483,13 +485,14 @@ draw_rows(
 )
 
 # %% [markdown]
-# In the middle pair you see both halves of the surprise. Request 1 waits through a decode that has
-# nothing to do with it; its TTFT is 1 + D + s, where computing its own prompt would have
-# given it 2. And it ends before anybody does in the upper pair: a prefill is missing,
-# and two decodes one after the other take 2D, together (1 + k)D, which is nearly as much.
+# In the middle pair you see both halves of the surprise. Request 1 waits through a decode that
+# has nothing to do with it. Its TTFT is 1 + D + s, where its own prefill would have been done
+# at 2. And it ends before anybody does in the upper pair: a prefill is missing, and two decodes
+# one after the other take 2D, together (1 + k)D, which is nearly as much.
 #
-# The prompt was ready at 1. So why wait any longer? Release after prefill lets the second one go then, and it
-# loses s against the leader. All sizes, with the cached tokens of all requests together:
+# The prompt was ready at 1. So why wait any longer? Release after prefill lets the second one
+# go then, and it comes s after the leader. All sizes, with the cached tokens of all requests
+# together, and in the last line a run without coordination in which each step publishes:
 
 # %% name="sizes" claims="R13 R17"
 table = {(n, policy): serve(policy, n) for n in (2, 4, 8) for policy in POLICIES}
@@ -515,29 +518,35 @@ draw_rows(
 )
 
 # %% [markdown]
-# Both releases restore the same tokens, [3,360](#cached) for eight requests, and release after prefill
-# has the lower mean TTFT at each size. Release at completion is easy to predict: everybody finds the whole prefix, and
-# nobody but the leader sees a token before [3.66](#sizes), a prefill and a decode. Its TTFT hardly grows with
-# N, since the followers wait for *one* decode, however many they are. Computing alone grows with
-# each prefill before yours. That is why the sign turns: on paper, where each prompt is computed
-# in turn, the mean is (N + 1) / 2 alone, and with release at completion about 1 + (N − 1)(D + s) / N or a
-# little more. For D = 2.66 the curves cross between 4 and 8.
+# Both releases restore the same tokens, [3,360](#cached) for eight requests, and release after
+# prefill has the lower mean TTFT at each size.
 #
-# (Even under `none` eight requests find something: with a budget of 512 tokens a step they start
-# one after the other, and late ones meet pages that are there already.)
+# Why does the sign turn between N = 4 and N = 8? Under completion the followers wait for *one*
+# prefill and *one* decode, however many they are; the longest wait grows from [3.70](#sizes) to
+# [3.91](#sizes). Alone, each waits for the prefills before its own, and the longest wait grows
+# from [2.03](#sizes) to [8.61](#sizes). On paper the means are (N + 1) / 2 alone and 1 + (N −
+# 1)(D + (N − 1)s) / N under completion. For N = 2 that is 1.5 against 2.35, for N = 8 4.5
+# against 3.54.
+#
+# The last line is a warning about baselines. If pages become visible after each step, as in
+# chapter 9, eight requests with a budget of 512 tokens find [2,880](#cached) tokens without any
+# coordination: the budget lets them start one after the other, and the later ones meet pages
+# that are there. Their mean TTFT is [2.09](#sizes), and release at completion loses to it.
+# Release after prefill still wins, with [1.23](#sizes).
 
 # %% tags=["hide"] name="cached"
-print(f"{table[8, 'prefill'].stats['cached_tokens']:,}")
+for policy in ("prefill", "none, step"):
+    print(f"{table[8, policy].stats['cached_tokens']:,}")
 assert table[8, "completion"].stats["cached_tokens"] == 3_360
 assert all(table[n, "prefill"].ttft < table[n, "completion"].ttft for n in (2, 4, 8))
 
 # %% [markdown]
 # ## The one who comes as decode begins
 #
-# So far everybody came at once. Let the second request come when the first has just got its first
-# token. The published measurement compares the releases in this case: early release cuts the mean TTFT by
-# 72 %, and makes the slowest completion 14 % *longer*. Why would starting earlier make anyone
-# end later?
+# So far everybody came at once. Let the second request come when the first has just got its
+# first token. The published measurement compares the releases in this case: early release cuts
+# the mean TTFT by 72 %, and makes the slowest completion 14 % *longer*. Why would starting
+# earlier make anyone end later?
 
 
 # %% name="late" claims="R18 R19"
@@ -583,28 +592,29 @@ draw_rows(
 )
 
 # %% [markdown]
-# The run says [-71](#late) and [+14](#late) percent. (On paper, without the step in which one decodes while the
-# other computes 13 tokens, the first is 1 − (1 + s) / (1 + D + s), or 72 %.) Be careful with these two:
-# s, D and k were chosen to fit this measurement and one of chapter 8's. That they come
-# out says that the model can hold them. The signs for N = 2 and 8 above are what it
-# *predicts*, and the published ones are the same.
+# The run says [-71](#late) and [+14](#late) percent. (On paper, without the step in which one
+# decodes while the other computes 13 tokens, the first is 1 − (1 + s) / (1 + D + s), or 72 %.)
+# Be careful with these two: s, D and k were chosen to fit this measurement and one of chapter
+# 8's. That they come out says that the model can hold them. The signs for N = 2 and 8 above are
+# what it *predicts*, and they are the published ones.
 #
-# The number of flights is what to look at. Under early release there are [2](#late). The first is closed when
-# the second request comes, so it opens its own, finds a warm prefix, and computes 13 tokens. Then
-# both decode in the same steps, and each step costs 1 + k. Under completion there is [1](#late) flight
-# and no company.
+# Look at the number of flights. Under early release there are [2](#late). The first is closed
+# when the second request comes, so it opens its own, finds a warm prefix, and computes 13
+# tokens. Then both decode in the same steps, and each step costs 1 + k. Under completion there
+# is [1](#late) flight, and no company.
 #
-# Now look at *whose* completion got longer. It is not that of the second request. It went from
-# [5.36](#late) to less; it is request 0, from [3.66](#late) to [6.10](#late), which had been alone with the machine and now shares
-# it. And the last end is *earlier*, [6.12](#late) and not [6.36](#late). Nothing was made slower. A wait was moved
-# from one request to another, and "slowest completion" compares two different requests.
+# Now look at *whose* completion got longer. The second request improved, from [5.36](#late) to
+# [5.12](#late). It is request 0 that went from [3.66](#late) to [6.10](#late): it had the
+# machine to itself, and now shares every step. And the last end is *earlier*, at [6.12](#late)
+# and not at [6.36](#late). A wait was moved from one request to another, and "slowest
+# completion" compares two different requests.
 #
 # ## Where the sign turns
 #
 # Under completion the slowest is the follower, with D + s + D. Under early release it is the
-# leader, with 1 + s + (1 + k)D. The second is larger if k > 1 − 1 / D. What does that mean for a
-# machine on which company is cheap? Chapter 8 measured k = .25 on a CPU. The simulator looks for the k
-# itself (exercise 3), and these are the changes on both sides:
+# leader, with 1 + s + (1 + k)D. The second is larger if k > 1 − 1 / D. What does that mean for
+# a machine on which company is cheap? On the CPU of chapter 8 each companion costs .25 of a
+# step. The changes for several k:
 
 # %% name="turn"
 for k in (0.0, 0.25, 0.5, 0.6, 0.65, 0.91):
@@ -614,19 +624,19 @@ print(f"1 - 1 / D = {1 - 1 / 2.66:.3f}")
 
 # %% [markdown]
 # The TTFT does not care about k. The slowest completion does, and its sign turns between
-# [0.6](#turn) and [0.65](#turn). With k = .25 early release shortens the slowest completion by [18.7](#turn) percent: on such
-# a machine there is nothing left to weigh. The published +14 % belongs to a laptop's GPU
-# with a small model, on which a decode step for two takes nearly twice as long as for one. (D differs between
-# machines too; the formula has both.)
+# [0.6](#turn) and [0.65](#turn). With k = .25 early release shortens the slowest completion by
+# [18.7](#turn) percent: there is nothing left to weigh. (D differs between machines too; the
+# formula has both.) The published +14 % belongs to a laptop's GPU with a small model, on which
+# a decode step for two takes nearly twice as long as for one.
 #
-# Publication decides when work *can* be used again. Coordination decides who waits for it, and how
-# long. Neither says whether the waiting pays. That is the machine's k and D.
+# Publication decides when work *can* be used again. Coordination decides who waits for it, and
+# how long. Neither says whether the waiting pays. That is the machine's k and D.
 #
 # ## Life's accidents
 #
-# A request that waits for another one depends on it, and everything that can happen to the other
-# one happens. Three identical requests, with a budget of 128 tokens so that the prompt takes four
-# steps, and a bad moment each:
+# A request that waits for another one depends on it, and everything that can happen to the
+# other one happens. Three identical requests, with a budget of 128 tokens so that the prompt
+# takes four steps, and a bad moment each:
 
 
 # %% name="accidents"
@@ -682,21 +692,24 @@ draw_rows(
 )
 
 # %% [markdown]
-# A leader that hangs up in mid-prompt leaves what it has computed: its heir finds [256](#accidents) tokens.
-# After a failed pass the leader ends with `error`, and the next one computes from the last good page. It may
-# fail too, then for its own reasons; nobody is told success or failure on account of
-# somebody else. Once released, followers do not notice that their leader is gone.
+# A leader that hangs up in mid-prompt leaves what it has computed: its heir finds
+# [256](#accidents) tokens. After a failed pass the leader ends with `error`, and the next one
+# goes on from the last page that was computed before, at [128](#accidents). It may fail too,
+# and then for its own reasons; nobody is told success or failure on account of somebody else.
+# Once released, followers do not notice that their leader is gone. The engine has to do little
+# for all this: when `aborted` names an heir, it puts the heir into the queue at its place of
+# arrival.
 #
-# Others are quieter, and the tests have a case for each. A leader is preempted: it goes back to the
-# queue, its followers wait on, and its prefill is reported when it is done. A request that can never fit is
-# refused before a flight is opened. And a follower may be more urgent than its leader. Then it
-# would wait behind everything that stands before the leader. So a leader carries the highest priority of
-# those who wait for it, and the engine computes it anew when one joins, leaves or inherits, and drops
-# it with the release.
+# Other accidents are quieter, and the tests have a case for each. A leader is preempted: it
+# goes back to the queue, its followers wait on, and its prefill is reported when it is done. A
+# request that can never fit is refused before a flight is opened. And a follower may be more
+# urgent than its leader. It would then wait behind everything that stands before the leader, so
+# a leader carries the highest priority of those who wait for it. The engine computes that anew
+# when one joins, leaves or inherits, and the release ends it.
 #
 # While they wait followers hold no page and no slot of the batch. This is not a detail. In an
-# engine that parks them in slots, seven followers fill a small batch, and no stranger gets in until
-# the leader is done. With four slots:
+# engine that parks them in slots, seven followers fill a small batch, and no stranger gets in
+# until the leader is done. With four slots:
 
 # %% name="slots"
 engine = make_engine("completion", max_running=4)
@@ -718,7 +731,7 @@ print({name: engine.stats()[name] for name in ("flights", "followers", "held")})
 # compares whole inputs:
 
 
-# %% name="strangers" claims="R21"
+# %% name="strangers"
 def pair(second: list[int]) -> tuple[list[int], int]:
     engine = make_engine("prefill")
     for ids in (prompt, second):
@@ -731,21 +744,21 @@ print("identical:        cached, followers", pair(prompt))
 print("480 of 493 equal: cached, followers", pair(prompt[:480] + [1] * 13))
 
 # %% [markdown]
-# The second pair reuses [0](#strangers) tokens, exactly as the twins of the prologue. Most requests that share
-# something share a system prompt, so for most traffic single-flight does nothing. Chapter 12
-# asks who should ride in one step, and with whom.
+# The second pair reuses [0](#strangers) tokens, exactly as the twins of the prologue. Most
+# requests that share something share a system prompt, so for most traffic single-flight does
+# nothing. Chapter 12 asks who should ride in one step, and with whom.
 #
-# It also waits when there is nothing to gain. A prompt shorter than a page has no full page to share, and its
-# followers are held all the same, for a step under early release and for a whole answer under completion. And
-# with a cache that holds the prompt already, release at completion makes
-# followers wait for a decode although their prefix is there: this was the upper half of the last but one
-# picture. It is one more reason why `prefill` is the default.
+# It also waits when there is nothing to gain. A prompt shorter than a page has no full page to
+# share, and its followers are held all the same: for a step under early release, for a whole
+# answer under completion. And when the prompt is cached already, release at completion makes
+# followers wait for a decode although their prefix is there, as in the upper half of the
+# picture of the late request. That is one more reason why `prefill` is the default.
 #
-# And there is the set of released ids. It looks like an afterthought. [Chapter 11](11_the_state.md)
-# tries to live without it.
+# And there is the set of released ids. It looks like an afterthought. [Chapter
+# 11](11_the_state.md) tries to live without it.
 #
-# The cell below is the late request again. Change k, or let it come later: after how many steps does
-# early release stop making the slowest completion longer?
+# The cell below is the late request again. Change k, or let it come later: after how many steps
+# does early release stop making the slowest completion longer?
 
 # %% tags=["live"]
 from minivllm.engine import Engine, Limits
@@ -785,8 +798,8 @@ for release in ("completion", "prefill"):
 #
 # ### Exercise 1
 #
-# Two identical cold requests come at once. A prefill takes P, a cached one sP, a decode D,
-# and prefills run one after the other. For which D is the mean TTFT under release at completion
+# Two identical cold requests come at once. A prefill takes P, a cached one sP, a decode D, and
+# prefills run one after the other. For which D is the mean TTFT under release at completion
 # worse than without coordination? Give the smallest such D as a number, for P = 1 and s = .035,
 # on paper; the check asks the simulator.
 
@@ -800,14 +813,14 @@ for decode, worse in ((smallest_decode + 0.1, True), (smallest_decode - 0.1, Fal
     assert (waiting.ttft > alone.ttft) == worse
 
 # %% [markdown]
-# Any decode that is longer than what the cache saves. With 493 prompt tokens on that machine, these are the
-# decodes of more than 46 tokens.
+# Any decode that takes longer than what the cache saves. On that machine this is a decode of 47
+# steps or more.
 #
 # ### Exercise 2
 #
 # Eight identical requests of 493 tokens: how many cached tokens do all of them find together
-# under release at completion, under release after prefill, and without coordination if the step's budget
-# is 8,192 tokens? Think first.
+# under release at completion, under release after prefill, and without coordination if the
+# step's budget is 8,192 tokens? Think first.
 
 # %% tags=["solution"]
 cached = [7 * 480, 7 * 480, 0]
@@ -822,8 +835,8 @@ print(cached)
 #
 # ### Exercise 3
 #
-# At which k does the +14 % of the slowest completion vanish? Let the simulator look for it, to two
-# digits.
+# At which k does the +14 % of the slowest completion vanish? Let the simulator look for it, to
+# two digits.
 
 # %% tags=["solution"] name="zero"
 low, high = 0.0, 1.0
@@ -838,5 +851,5 @@ print(f"k = {turning_k}")
 assert turning_k == 0.63
 
 # %% [markdown]
-# On paper it is 1 − 1 / D = .62. The run has the one mixed step on top, in which the leader decodes
-# while the follower computes 13 tokens.
+# On paper it is 1 − 1 / D = .62. The run has the one mixed step on top, in which the leader
+# decodes while the follower computes 13 tokens.
