@@ -945,7 +945,7 @@ Entry = tuple[int, int, Node]  # priority, serial number, leaf
 
 
 class EvictionQueue:
-    """Unused leaves, the next victim first: O(log n) a push, a use and a pop, over a run.
+    """Unused leaves, the next victim first: O(log n) a push and a pop, over a run.
 
     Entries may be stale. Priorities only grow, so an entry's priority is never above
     its node's real one, and `pop` puts right what it finds: one pop may find many.

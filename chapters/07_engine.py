@@ -356,9 +356,10 @@ class Scheduler(Scheduler):
 
     def set_priority(self, state: RequestState, priority: int) -> None:
         """Give a request another place in its queue."""
-        state.priority = priority
-        for queue in (self.waiting, self.running):
-            queue.sort(key=lambda s: s.order)
+        if priority != state.priority:
+            state.priority = priority
+            for queue in (self.waiting, self.running):
+                queue.sort(key=lambda s: s.order)
 
     def schedule(self) -> list[Chunk]:
         """Plan one step, pages included: continue what runs, then admit what fits."""
@@ -1251,6 +1252,7 @@ class Engine(Engine):
         request_id = progress.state.request.request_id
         if progress.state.num_output == 1:
             self._release(self.coordinator.prefilled(request_id))
+            self._hasten(request_id)
         if progress.finish_reason:
             self._release(self.coordinator.finished(request_id))
 
@@ -1286,10 +1288,11 @@ class Engine(Engine):
             progress.finish_reason = reason
             if not progress.held:
                 self.scheduler.finish(progress.state, reason)
-            leader, released = self.coordinator.aborted(request_id)
-            if leader:
-                self._hasten(leader)
-            self._release([*([leader] if leader else []), *released])
+            leader = self.coordinator.leader_of(request_id)
+            heir, released = self.coordinator.aborted(request_id)
+            if leads := heir or leader:  # by whom it is waited for has changed
+                self._hasten(leads)
+            self._release([*([heir] if heir else []), *released])
             del self._live[request_id]
         return self._output(progress)
 

@@ -406,8 +406,8 @@ for runner_class in (SimulatedRunner, SwapsOnce):
 # %% [markdown]
 # From there on every token is another one. So the tokens of a simulated run tell whether its
 # pages were right, and the tests use it so. They walk the whole matrix of indexes,
-# publication, admission and eviction with this runner, 1,296 runs, and compare each with the
-# tokens that come out without any cache.
+# publication, coordination, admission and eviction with this runner, well over a thousand runs,
+# and compare each with the tokens that come out without any cache.
 #
 # ## Requests come when they come
 #

@@ -157,9 +157,9 @@ for attempt in (
 #
 # This is the composition root, the one function that knows all policies. It takes any runner,
 # so a simulated engine is put together by the same lines. Two choices are more than a name in a
-# table. `schedule` publishes like `step`, and announces besides; without an index there is
-# nothing to announce for. And a release after prefill promises followers the leader's prompt,
-# so the prompt is published then, whatever the publication policy says.
+# table. `schedule` publishes like `step`, and announces besides. And a release after prefill
+# promises followers the leader's prompt, so the prompt is published then, whatever the
+# publication policy says. Without an index there is nothing to announce, and nothing to wait for.
 
 
 # %% export="options.py"
@@ -185,13 +185,13 @@ def assemble(
         observer=observer,
     )
     publisher = PUBLISHERS[options.publish]()
-    flights, early = options.single_flight != "none", options.single_flight == "prefill"
+    release = options.single_flight if options.index != "none" else "none"
     return Engine(
         runner,
         scheduler,
         limits,
-        publisher=PromptAtLeast(publisher) if early else publisher,
-        coordinator=SingleFlight(options.single_flight) if flights else None,
+        publisher=PromptAtLeast(publisher) if release == "prefill" else publisher,
+        coordinator=None if release == "none" else SingleFlight(release),
         observer=observer,
         **seams,
     )

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (40895c3d): edit the chapter.
+# Exported from chapters/07_engine.py (306eeb04): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -359,6 +359,7 @@ class Engine:
         request_id = progress.state.request.request_id
         if progress.state.num_output == 1:
             self._release(self.coordinator.prefilled(request_id))
+            self._hasten(request_id)
         if progress.finish_reason:
             self._release(self.coordinator.finished(request_id))
 
@@ -383,10 +384,11 @@ class Engine:
             progress.finish_reason = reason
             if not progress.held:
                 self.scheduler.finish(progress.state, reason)
-            leader, released = self.coordinator.aborted(request_id)
-            if leader:
-                self._hasten(leader)
-            self._release([*([leader] if leader else []), *released])
+            leader = self.coordinator.leader_of(request_id)
+            heir, released = self.coordinator.aborted(request_id)
+            if leads := heir or leader:  # by whom it is waited for has changed
+                self._hasten(leads)
+            self._release([*([heir] if heir else []), *released])
             del self._live[request_id]
         return self._output(progress)
 

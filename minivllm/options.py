@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (9db61431): edit the chapter.
+# Exported from chapters/14_llm.py (f10d1df6): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Mapping
@@ -132,13 +132,13 @@ def assemble(
         observer=observer,
     )
     publisher = PUBLISHERS[options.publish]()
-    flights, early = options.single_flight != "none", options.single_flight == "prefill"
+    release = options.single_flight if options.index != "none" else "none"
     return Engine(
         runner,
         scheduler,
         limits,
-        publisher=PromptAtLeast(publisher) if early else publisher,
-        coordinator=SingleFlight(options.single_flight) if flights else None,
+        publisher=PromptAtLeast(publisher) if release == "prefill" else publisher,
+        coordinator=None if release == "none" else SingleFlight(release),
         observer=observer,
         **seams,
     )

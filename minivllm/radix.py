@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (62ae1c83): edit the chapter.
+# Exported from chapters/03_radix.py (5710df21): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -443,7 +443,7 @@ Entry = tuple[int, int, Node]  # priority, serial number, leaf
 
 
 class EvictionQueue:
-    """Unused leaves, the next victim first: O(log n) a push, a use and a pop, over a run.
+    """Unused leaves, the next victim first: O(log n) a push and a pop, over a run.
 
     Entries may be stale. Priorities only grow, so an entry's priority is never above
     its node's real one, and `pop` puts right what it finds: one pop may find many.

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (9a2535ed): edit the chapter.
+# Exported from chapters/07_engine.py (b260c0ce): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -162,9 +162,10 @@ class Scheduler:
 
     def set_priority(self, state: RequestState, priority: int) -> None:
         """Give a request another place in its queue."""
-        state.priority = priority
-        for queue in (self.waiting, self.running):
-            queue.sort(key=lambda s: s.order)
+        if priority != state.priority:
+            state.priority = priority
+            for queue in (self.waiting, self.running):
+                queue.sort(key=lambda s: s.order)
 
     def schedule(self) -> list[Chunk]:
         """Plan one step, pages included: continue what runs, then admit what fits."""

@@ -1,4 +1,4 @@
-# Exported from chapters/10_single_flight.py (b3de4bc9): edit the chapter.
+# Exported from chapters/10_single_flight.py (e7eb0f51): edit the chapter.
 """Requests with one input wait for one of them to compute its prefix."""
 
 from __future__ import annotations
@@ -87,6 +87,26 @@ class SingleFlight:
         self._released.remove(request_id)
         return released
 
+    def _close(self, flight: Flight) -> list[str]:
+        """End a flight; of its members only the ids are remembered, while they live."""
+        del self._flights[flight.key]
+        for request_id in (flight.leader, *flight.followers):
+            del self._members[request_id]
+            self._released.add(request_id)
+        return list(flight.followers)
+
+    def _flight_of(self, request_id: str) -> Flight:
+        flight = self._members.get(request_id)
+        if flight is None:
+            raise UnknownRequest(f"no live request has the id {request_id!r}")
+        return flight
+
+    def _led_by(self, request_id: str) -> Flight:
+        flight = self._flight_of(request_id)
+        if flight.leader != request_id:
+            raise ValueError(f"request {request_id!r} waits: it has computed nothing")
+        return flight
+
     def aborted(self, request_id: str) -> tuple[str | None, list[str]]:
         """A request ended otherwise: who leads its flight now (if that changed), and
         who may run. Raises `UnknownRequest`."""
@@ -109,26 +129,6 @@ class SingleFlight:
             del flight.followers[heir]
             flight.leader = heir
         return heir
-
-    def _close(self, flight: Flight) -> list[str]:
-        """End a flight; of its members only the ids are remembered, while they live."""
-        del self._flights[flight.key]
-        for request_id in (flight.leader, *flight.followers):
-            del self._members[request_id]
-            self._released.add(request_id)
-        return list(flight.followers)
-
-    def _flight_of(self, request_id: str) -> Flight:
-        flight = self._members.get(request_id)
-        if flight is None:
-            raise UnknownRequest(f"no live request has the id {request_id!r}")
-        return flight
-
-    def _led_by(self, request_id: str) -> Flight:
-        flight = self._flight_of(request_id)
-        if flight.leader != request_id:
-            raise ValueError(f"request {request_id!r} waits: it has computed nothing")
-        return flight
 
     def leader_of(self, request_id: str) -> str | None:
         """Who computes for a waiting request; None if it does not wait."""

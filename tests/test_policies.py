@@ -41,11 +41,13 @@ from minivllm.simulation import (
     VirtualClock,
     simulate,
 )
+from minivllm.single_flight import PromptAtLeast, SingleFlight
 
 VOCAB = 50
 AXES = {
     "index": ["radix", "hash", "none"],
     "publish": ["schedule", "step", "prompt", "finish"],
+    "single_flight": ["none", "completion", "prefill"],
     "admission": ["optimistic", "reserve"],
     "eviction": ["lru", "lfu", "fifo"],
     "max_batch_tokens": [5, 16, 200],
@@ -56,6 +58,7 @@ POOL_TOKENS = {"tight": 96, "roomy": 2_000}  # the largest footprint is 30 + 20 
 PLAIN = {
     "index": "none",
     "publish": "finish",
+    "single_flight": "none",
     "admission": "optimistic",
     "eviction": "lru",
     "max_batch_tokens": 200,
@@ -86,14 +89,21 @@ def check(engine: Engine) -> None:
         assert [s.order for s in queue] == sorted(s.order for s in queue), (
             "out of order"
         )
+    held = [progress.state for progress in engine._live.values() if progress.held]
+    assert all(state.lease is None for state in held), "held with pages"
+    assert not set(held) & {*scheduler.waiting, *scheduler.running}, "held and queued"
+    if isinstance(engine.coordinator, SingleFlight):
+        engine.coordinator.check()
 
 
 def check_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert not engine.has_unfinished()
-    assert stats["running"] == stats["waiting"] == 0
+    assert stats["running"] == stats["waiting"] == stats["held"] == 0
     assert stats["pages_private"] == stats["pages_pinned"] == 0, "held by nobody"
     assert stats["pages_free"] + stats["pages_evictable"] == stats["pages_total"]
+    if isinstance(flights := engine.coordinator, SingleFlight):
+        assert not flights._flights and not flights._members and not flights._released
 
 
 def make_engine(runner=None, clock=None, **chosen) -> CheckedEngine:
@@ -111,12 +121,14 @@ def make_engine(runner=None, clock=None, **chosen) -> CheckedEngine:
         chosen["admission"],
         announcer=Announcements(size) if announces else None,
     )
+    publisher, release = PUBLISHERS[chosen["publish"]](), chosen["single_flight"]
     return CheckedEngine(
         runner or CheckingRunner(size, VOCAB, clock=clock),
         scheduler,
         Limits(VOCAB, 256),
         clock=clock,
-        publisher=PUBLISHERS[chosen["publish"]](),
+        publisher=PromptAtLeast(publisher) if release == "prefill" else publisher,
+        coordinator=None if release == "none" else SingleFlight(release),
     )
 
 
@@ -180,15 +192,15 @@ def cold(arrivals: Iterable[Arrival]) -> dict[int, list[int]]:
 
 # ---- The whole matrix, on the simulated runner ---------------------------------------
 
-POLICIES = ("index", "publish", "admission", "eviction")
+POLICIES = ("index", "publish", "single_flight", "admission", "eviction")
 SIZES = ("max_batch_tokens", "page_size", "pool")
 
 
 @pytest.mark.parametrize("policies", [*itertools.product(*(AXES[a] for a in POLICIES))])
 def test_the_whole_matrix(policies):
-    """72 choices, each with 18 sizes of steps, pages and pools: 1,296 checked runs."""
+    """216 choices, each with 18 sizes of steps, pages and pools: 3,888 checked runs."""
     chosen = dict(zip(POLICIES, policies, strict=True))
-    arrivals, evicted, preempted, cached = workload(), 0, 0, 0
+    arrivals, evicted, preempted, cached, waited = workload(), 0, 0, 0, 0
     for sizes in itertools.product(*(AXES[a] for a in SIZES)):
         engine = make_engine(**chosen, **dict(zip(SIZES, sizes, strict=True)))
         assert answers(engine, arrivals) == cold(arrivals)
@@ -196,9 +208,11 @@ def test_the_whole_matrix(policies):
         evicted += stats["evicted_tokens"]
         preempted += stats["preemptions"]
         cached += stats["cached_tokens"]
+        waited += stats["followers"]
     shares = chosen["index"] != "none"
     assert (cached > 0) == (evicted > 0) == shares, "the runs exercise the cache"
     assert (preempted > 0) == (chosen["admission"] == "optimistic")
+    assert (waited > 0) == (chosen["single_flight"] != "none")
 
 
 def test_the_plain_choice_is_the_cold_answer():
@@ -278,6 +292,7 @@ class Life(RuleBasedStateMachine):
     @initialize(
         index=st.sampled_from(AXES["index"]),
         publish=st.sampled_from(AXES["publish"]),
+        single_flight=st.sampled_from(AXES["single_flight"]),
         admission=st.sampled_from(AXES["admission"]),
         eviction=st.sampled_from(AXES["eviction"]),
         max_batch_tokens=st.sampled_from([1, 5, 200]),
