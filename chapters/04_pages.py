@@ -923,6 +923,8 @@ class PrefixCache(PrefixCache):
 
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Make room for the first `num_tokens` tokens, or raise `OutOfPages`."""
+        if lease not in self.leases:
+            raise ValueError("this lease was released")
         missing = self.pages_for(num_tokens) - len(lease.pages)
         if missing <= 0:
             return
@@ -1047,6 +1049,9 @@ class PrefixCache(PrefixCache):
         the published ones instead. The lease then pins all that it published.
         """
         start, end = lease.num_offered, num_committed // self.page_size
+        if num_committed > len(token_ids) or end > len(lease.pages):
+            there = f"{len(token_ids)} tokens in {len(lease.pages)} pages"
+            raise ValueError(f"{num_committed} tokens committed of {there}")
         if end <= start or lease.num_shared < start:
             return  # nothing new, or a page was refused: no page without its past
         own, size = lease.pages[start:end], self.page_size

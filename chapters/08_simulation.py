@@ -416,6 +416,7 @@ for runner_class in (SimulatedRunner, SwapsOnce):
 # come. That is an *open loop*, and on a virtual clock it is a list in order of time.
 
 # %% export="simulation.py"
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -445,7 +446,9 @@ class Arrivals:
             self.add(arrival)
 
     def add(self, arrival: Arrival) -> None:
-        """Enter one more, at any time."""
+        """Enter one more, at any time. `ValueError` unless its moment is a number."""
+        if not math.isfinite(arrival.time_s):
+            raise ValueError(f"a request cannot come at {arrival.time_s} s")
         heappush(self._heap, (arrival.time_s, self._num_entered, arrival))
         self._num_entered += 1
 

@@ -213,7 +213,9 @@ class Comparison(Spread):
 
 
 def compare(one: Measurement, other: Measurement) -> Comparison:
-    """Divide the readings that were taken side by side."""
+    """Divide the readings that were taken side by side. `ValueError` for a 0."""
+    if not all(other.values):
+        raise ValueError("a reading of 0: too little work for this clock")
     pairs = zip(one.values, other.values, strict=True)
     return Comparison(tuple(a / b for a, b in pairs))
 
@@ -1166,8 +1168,10 @@ def cache(
     ] = False,
 ) -> None:
     """Prefix trees and caches: match, insert, evict, memory, whole requests."""
-    if record is not None and not record.parent.is_dir():
-        raise ValueError(f"--record: there is no folder {record.parent}")
+    if record is not None and (record.is_dir() or not record.parent.is_dir()):
+        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+    if any(size < 1 or 16 % size for size in page_size or ()):
+        raise ValueError("--page-size must be 1, 2, 4, 8 or 16: the loads fork there")
     guests = invite(peer or [], peer_path or [])
     work = CacheBench(
         OWN_TREES | guests.trees,
@@ -1361,7 +1365,7 @@ for row in record["rows"]:
 from minivllm.bench import compare, measure
 from minivllm.bench_cache import OWN_TREES, fill, make_loads, match_trial
 
-load = make_loads(scale=0.005)[0]
+load = make_loads(scale=0.05)[0]
 trials = {}
 for name in ("radix", "hash"):
     tree = OWN_TREES[name](16)

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (888bf066): edit the chapter.
+# Exported from chapters/15_measuring.py (00eb2edd): edit the chapter.
 """Measuring: several contestants, in turn, in one process, with their spread."""
 
 import gc
@@ -82,7 +82,9 @@ class Comparison(Spread):
 
 
 def compare(one: Measurement, other: Measurement) -> Comparison:
-    """Divide the readings that were taken side by side."""
+    """Divide the readings that were taken side by side. `ValueError` for a 0."""
+    if not all(other.values):
+        raise ValueError("a reading of 0: too little work for this clock")
     pairs = zip(one.values, other.values, strict=True)
     return Comparison(tuple(a / b for a, b in pairs))
 

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (50aabce1): edit the chapter.
+# Exported from chapters/15_measuring.py (c452fcf1): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -51,8 +51,10 @@ def cache(
     ] = False,
 ) -> None:
     """Prefix trees and caches: match, insert, evict, memory, whole requests."""
-    if record is not None and not record.parent.is_dir():
-        raise ValueError(f"--record: there is no folder {record.parent}")
+    if record is not None and (record.is_dir() or not record.parent.is_dir()):
+        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+    if any(size < 1 or 16 % size for size in page_size or ()):
+        raise ValueError("--page-size must be 1, 2, 4, 8 or 16: the loads fork there")
     guests = invite(peer or [], peer_path or [])
     work = CacheBench(
         OWN_TREES | guests.trees,

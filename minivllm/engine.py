@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (306eeb04): edit the chapter.
+# Exported from chapters/07_engine.py (7d4e76d6): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Engine:
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
         self._live: dict[str, Progress] = {}
-        self._lost: dict[str, Progress] = {}  # ended by a change that was cut short
+        self._untold: dict[str, Progress] = {}  # ended, and not reported yet
         self._cut_short = False
         self._num_submitted = 0
 
@@ -250,7 +250,9 @@ class Engine:
     ) -> str:
         """Queue a prompt; return its request id. `ValueError` names a fault."""
         ids = encode_ids(token_ids)[:]  # our own copy
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {params!r}")
         max_output = self.check(ids, params)
         check_extra_key(extra_key)
         if type(priority) is not int:
@@ -284,7 +286,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether any request is still to be worked on, or to be reported."""
-        return bool(self._live or self._lost)
+        return bool(self._live or self._untold)
 
     def step(self) -> list[RequestOutput]:
         """One forward pass for those scheduled; the outputs of those that advanced."""
@@ -294,12 +296,19 @@ class Engine:
             tokens = self.runner.run(batch) if batch else []
         except Exception:
             logger.exception("the forward pass failed; its %d requests end", len(batch))
-            return [self._end(self._live[c.request_id], "error") for c in batch]
+            return self._report([self._end(c.request_id, "error") for c in batch])
         with self._change():
             advanced = self._commit(batch, tokens)
             self._publish(batch, advanced)
-        lost, self._lost = self._lost, {}
-        return [self._output(p) for p in [*lost.values(), *advanced]]
+        return self._report(advanced)
+
+    def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
+        """Their outputs, and those of all that ended untold; then these are told."""
+        here = {progress.state.request.request_id for progress in advanced}
+        late = [p for name, p in self._untold.items() if name not in here]
+        outputs = [self._output(progress) for progress in [*late, *advanced]]
+        self._untold = {}
+        return outputs
 
     def _commit(
         self, batch: Sequence[Chunk], tokens: Sequence[int | None]
@@ -343,7 +352,13 @@ class Engine:
             self._tell(progress)
         for progress in advanced:
             if progress.finish_reason:
-                del self._live[progress.state.request.request_id]
+                self._retire(progress)
+
+    def _retire(self, progress: Progress) -> None:
+        """An ended request waits in `_untold` until its output has been written."""
+        request_id = progress.state.request.request_id
+        self._untold[request_id] = progress
+        del self._live[request_id]
 
     def _show(self, progress: Progress) -> None:
         state, reason = progress.state, progress.finish_reason
@@ -372,14 +387,17 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is unknown or has ended."""
         self._mend()
-        if lost := self._lost.pop(request_id, None):
-            return self._output(lost)
-        progress = self._live.get(request_id)
-        return None if progress is None else self._end(progress, "abort")
+        if request_id in self._live:
+            self._end(request_id, "abort")
+        if request_id not in self._untold:
+            return None
+        output = self._output(self._untold[request_id])
+        del self._untold[request_id]
+        return output
 
-    def _end(self, progress: Progress, reason: str) -> RequestOutput:
+    def _end(self, request_id: str, reason: str) -> Progress:
         """End a request before its time, and give back everything that it holds."""
-        request_id = progress.state.request.request_id
+        progress = self._live[request_id]
         with self._change():
             progress.finish_reason = reason
             if not progress.held:
@@ -389,8 +407,15 @@ class Engine:
             if leads := heir or leader:  # by whom it is waited for has changed
                 self._hasten(leads)
             self._release([*([heir] if heir else []), *released])
-            del self._live[request_id]
-        return self._output(progress)
+            self._retire(progress)
+        return progress
+
+    def _text(self, progress: Progress) -> str:
+        try:
+            return progress.writer.text(progress.finish_reason is not None)
+        except Exception:  # it loses its own text and no other's
+            logger.exception("the text of a request cannot be written")
+            return ""
 
     def _output(self, progress: Progress) -> RequestOutput:
         state, reason = progress.state, progress.finish_reason
@@ -398,7 +423,7 @@ class Engine:
             progress.prompt_ids = list(state.request.prompt_token_ids)
         prompt_ids = progress.prompt_ids  # the same list in every output
         output_ids = list(state.tokens[len(state.request.prompt_token_ids) :])
-        text = progress.writer.text(reason is not None)
+        text = self._text(progress)
         metrics, cached = progress.metrics, state.num_cached_tokens or 0
         if reason is not None:
             metrics = replace(metrics, finished_s=self.clock.now())
@@ -423,7 +448,7 @@ class Engine:
             progress.finish_reason = progress.finish_reason or "error"
             with suppress(LookupError):  # it may not have come so far, or have left
                 self.coordinator.aborted(request_id)
-        self._lost, self._live = self._lost | self._live, {}
+        self._untold, self._live = self._untold | self._live, {}
         self._cut_short = False
 
     def stats(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (5ca5de1a): edit the chapter.
+# Exported from chapters/04_pages.py (c28286f1): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -237,6 +237,8 @@ class PrefixCache:
 
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Make room for the first `num_tokens` tokens, or raise `OutOfPages`."""
+        if lease not in self.leases:
+            raise ValueError("this lease was released")
         missing = self.pages_for(num_tokens) - len(lease.pages)
         if missing <= 0:
             return
@@ -259,6 +261,9 @@ class PrefixCache:
         the published ones instead. The lease then pins all that it published.
         """
         start, end = lease.num_offered, num_committed // self.page_size
+        if num_committed > len(token_ids) or end > len(lease.pages):
+            there = f"{len(token_ids)} tokens in {len(lease.pages)} pages"
+            raise ValueError(f"{num_committed} tokens committed of {there}")
         if end <= start or lease.num_shared < start:
             return  # nothing new, or a page was refused: no page without its past
         own, size = lease.pages[start:end], self.page_size

@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (5710df21): edit the chapter.
+# Exported from chapters/03_radix.py (52a21829): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -327,8 +327,9 @@ class RadixCache:
         if match.end and match.num_changes == self._num_changes:
             return match.end
         key, firsts = match.key[: 4 * match.matched_len], array("i")
-        end = self._walk(self._root(match.extra_key), key, firsts)
-        if firsts != match.kv_indices.first_slots:
+        known = not key or match.extra_key in self._roots
+        end = self._walk(self._root(match.extra_key), key, firsts) if known else None
+        if end is None or firsts != match.kv_indices.first_slots:
             n = match.matched_len
             raise StaleMatch(f"the {n} tokens of the match were evicted or moved")
         return end
@@ -371,8 +372,10 @@ class RadixCache:
         how many of the tokens were known, and the first slots of their pages now.
         """
         node = self._locked(handle)
-        self._clock += 1
         key = token_bytes(token_ids)[: len(first_slots) * self._step]
+        if len(key) < len(first_slots) * self._step:
+            raise ValueError(f"{len(first_slots)} pages for {len(token_ids)} tokens")
+        self._clock += 1
         size = self.total_size
         end, known = self._enter(node, key, first_slots, num_own_locks=1)
         if end is not node:

@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (90756188): edit the chapter.
+# Exported from chapters/01_kv_cache.py (2d2d9907): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -24,7 +24,7 @@ def encode_ids(token_ids: TokenIds) -> array[int]:
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
-    if isinstance(token_ids, str | bytes | bytearray):
+    if isinstance(token_ids, str | bytes | bytearray | set | frozenset | dict):
         raise ValueError(f"token ids must be integers, not {type(token_ids).__name__}")
     try:
         return array("i", token_ids)
@@ -108,16 +108,21 @@ def _is_int(value: object, least: int, most: int = SEEDS) -> bool:
     return least <= int(value) <= most
 
 
-def check_extra_key(key: ExtraKey) -> None:
-    """Raise `ValueError` unless a key is text, bytes, an int or a tuple of these."""
-    for part in key if isinstance(key, tuple) else (key,):
-        if isinstance(part, tuple):
-            check_extra_key(part)
+def check_extra_key(key: ExtraKey, depth: int = 8) -> None:
+    """Raise `ValueError` unless a key is text, bytes, a 64-bit int or a tuple of these.
+
+    Tuples may be nested, up to eight deep.
+    """
+    for part in key if type(key) is tuple else (key,):
+        if type(part) is tuple and depth:
+            check_extra_key(part, depth - 1)
         elif part is not None and type(part) not in (str, bytes, int):
             kind = type(part).__name__
             raise ValueError(
                 f"extra_key must be text, bytes, ints or a tuple, not {kind}"
             )
+        elif isinstance(part, int) and part.bit_length() > 64:
+            raise ValueError("an int in extra_key must have at most 64 bits")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (b260c0ce): edit the chapter.
+# Exported from chapters/07_engine.py (fdfc50fc): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -139,8 +139,8 @@ class Scheduler:
         announcer: Announcer | None = None,
         observer: Observer = ignore,
     ) -> None:
-        if max_running < 1 or max_batch_tokens < 1:
-            raise ValueError("max_running and max_batch_tokens must be at least 1")
+        if not all(type(n) is int and n > 0 for n in (max_running, max_batch_tokens)):
+            raise ValueError("max_running and max_batch_tokens must be ints >= 1")
         if admission not in ADMISSIONS:
             raise ValueError(
                 f"admission must be one of {ADMISSIONS}, not {admission!r}"
@@ -155,6 +155,9 @@ class Scheduler:
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.counters = Counters()
+        self._num_charged = (
+            0  # pages promised to the running, while requests are let in
+        )
 
     def add(self, state: RequestState) -> None:
         """Queue a request at its place."""
@@ -206,6 +209,7 @@ class Scheduler:
         batch: list[Chunk] = []
         if not (self.waiting and budget and len(self.running) < self.max_running):
             return batch
+        self._num_charged = sum(self._charge(state) for state in self.running)
         for state in list(self.grouping.plan(self.waiting)):
             num_tokens = self._try_admit(state, budget)
             if num_tokens == 0:
@@ -240,13 +244,16 @@ class Scheduler:
         self.waiting.remove(state)
         insort(self.running, state, key=lambda s: s.order)
         state.lease, state.num_committed = lease, cached
+        self._num_charged += self._charge(state)
         self._count_admission(state, cached)
         return num_tokens
 
     def _reservable(self, state: RequestState) -> bool:
-        charged = [*self.running, state]
-        pages = sum(self.cache.pages_for(s.footprint_tokens) for s in charged)
-        return pages <= self.cache.pool.num_pages
+        return self._num_charged + self._charge(state) <= self.cache.pool.num_pages
+
+    def _charge(self, state: RequestState) -> int:
+        """Pages that `reserve` keeps for a request, from its first step to its last."""
+        return self.cache.pages_for(state.footprint_tokens)
 
     def _make_room(self, state: RequestState, num_tokens: int, num_served: int) -> bool:
         """Get pages for a running request; False if it was itself the victim."""

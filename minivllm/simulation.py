@@ -1,8 +1,9 @@
-# Exported from chapters/08_simulation.py (bc8cec6b): edit the chapter.
+# Exported from chapters/08_simulation.py (db031403): edit the chapter.
 """A clock to pass in, and in place of the model: its cost, and a memory of pasts."""
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,7 +162,9 @@ class Arrivals:
             self.add(arrival)
 
     def add(self, arrival: Arrival) -> None:
-        """Enter one more, at any time."""
+        """Enter one more, at any time. `ValueError` unless its moment is a number."""
+        if not math.isfinite(arrival.time_s):
+            raise ValueError(f"a request cannot come at {arrival.time_s} s")
         heappush(self._heap, (arrival.time_s, self._num_entered, arrival))
         self._num_entered += 1
 

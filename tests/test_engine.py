@@ -801,7 +801,7 @@ def test_an_interrupt_at_any_line(action, then):
         engine = under_pressure()
         if not interrupted_at(number, partial(action, engine)):
             break
-        live = [*engine._live, *engine._lost]
+        live = {**engine._live, **engine._untold}
         if then == "abort":
             ended = {name: engine.abort(name) for name in live}
             assert not engine.has_unfinished() and engine.step() == []
@@ -813,3 +813,38 @@ def test_an_interrupt_at_any_line(action, then):
         assert not engine.coordinator.keys and not engine.coordinator.flights
         assert same_as_cold(ask(engine, [1] * 4 + [0] * 6), 4)
     assert number > 20
+
+
+def test_a_text_that_cannot_be_written_takes_no_other_output_along():
+    """A decoder that breaks at the end: three requests end, and three are reported."""
+
+    class Broken(NoText):
+        def text(self, finished):
+            raise RuntimeError("no text")
+
+    engine = make_engine()
+    engine.writers = lambda ids, params: Broken() if ids[0] == 1 else NoText()
+    names = {engine.submit([i] * 7, SamplingParams(max_tokens=1)) for i in range(3)}
+    assert {output.request_id for output in engine.step()} == names
+    assert not engine.has_unfinished()
+
+
+def nested(depth):
+    return 1 if depth == 0 else (nested(depth - 1),)
+
+
+@pytest.mark.parametrize(
+    "key", [10**5000, -(2**64), nested(10)], ids=["i", "j", "deep"]
+)
+def test_a_key_that_would_break_a_step_is_refused_at_the_door(key):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="extra_key"):
+        engine.submit([1] * 8, extra_key=key)
+    assert not engine.has_unfinished()
+
+
+def test_params_of_another_kind_are_refused():
+    engine = make_engine()
+    for params in (5, {}, SamplingParams):
+        with pytest.raises(ValueError, match="SamplingParams"):
+            engine.submit([1], params)

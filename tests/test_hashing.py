@@ -28,7 +28,10 @@ few_ids = st.lists(st.integers(0, 1), max_size=40)  # few: so that pasts often a
 any_ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=70)
 page_sizes = st.sampled_from([1, 2, 3, 16])
 keys = st.recursive(
-    st.none() | st.text(max_size=3) | st.binary(max_size=3) | st.integers(),
+    st.none()
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.integers(-(2**64) + 1, 2**64 - 1),
     lambda parts: st.lists(parts, max_size=3).map(tuple),
     max_leaves=4,
 )

@@ -501,3 +501,18 @@ def test_a_page_that_nobody_can_match_displaces_none(index):
     cache.release(computed(cache, [2] * 3), [2] * 3, 3)
     cache.acquire(cache.find([3]), 1)
     assert cache.find([1] * 4).matched_len == 4
+
+
+@both_indexes
+def test_what_was_not_computed_cannot_be_published(index):
+    """More committed tokens than there are, or than pages; and a lease that is over."""
+    cache = PrefixCache(8, 4, index)
+    lease = cache.acquire(cache.find([1] * 6), 8)
+    with pytest.raises(ValueError, match="committed"):
+        cache.publish(lease, [1] * 6, 8)
+    with pytest.raises(ValueError, match="committed"):
+        cache.publish(lease, [1] * 50, 40)
+    cache.release(lease, [1] * 6, 6)
+    with pytest.raises(ValueError, match="released"):
+        cache.grow(lease, 12)
+    cache.check()

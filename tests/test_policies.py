@@ -491,14 +491,14 @@ def commit_before_the_forward(patch):
         try:
             tokens = self.runner.run(batch)
         except RuntimeError:
-            return [self._end(self._live[c.request_id], "error") for c in batch]
+            return self._report([self._end(c.request_id, "error") for c in batch])
         advanced = []
         for chunk, token in zip(batch, tokens, strict=True):
             if token is not None:
                 self._append(self._live[chunk.request_id], token)
                 advanced.append(self._live[chunk.request_id])
         self._publish(batch, advanced)
-        return [self._output(progress) for progress in advanced]
+        return self._report(advanced)
 
     patch.setattr(Engine, "step", fault)
 

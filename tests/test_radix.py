@@ -428,3 +428,18 @@ def test_sizes_never_go_below_zero(index):
         cache.unlock(handle)
     assert (cache.protected_size, cache.evictable_size, cache.total_size) == (0, 12, 12)
     cache.check()
+
+
+@pytest.mark.parametrize("index", [RadixCache, HashIndex])
+def test_a_stale_lock_leaves_no_root(index):
+    cache = index(4)
+    for salt in "abc":
+        cache.insert(range(4), range(4), salt)
+        match = cache.match_prefix(range(4), salt)
+        cache.evict(4)
+        with pytest.raises(StaleMatch):
+            cache.lock(match)
+    assert not cache._roots
+    handle = cache.lock(cache.match_prefix([1]))
+    with pytest.raises(ValueError, match="2 pages for 4 tokens"):
+        cache.extend(handle, range(4), array("i", [0, 4]))
