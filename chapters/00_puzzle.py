@@ -112,8 +112,9 @@ draw_rows(
 #
 # vLLM and SGLang, the two open engines that most people run, answer them differently. The
 # engine of this book makes the answers options, so that the difference can be measured in one
-# run: the first already (pages become visible at the end, or after each step), the other two
-# when chapters 9 to 11 are written.
+# run: `publish` is the first question (chapter 9), `single_flight` the second and the third
+# (chapters 10 and 11). The run above took the answers with which the puzzle was first met:
+# visible at the end, and nobody waits.
 #
 # ## How the book works
 #
@@ -125,8 +126,10 @@ draw_rows(
 # Chapters 1 to 4 need no model: what a KV cache keeps (with one small attention head in
 # PyTorch), how a prefix is named and found, and who owns a page. What they export needs no
 # torch either. Chapters 5 and 6 build the model and load real weights.
-# Chapter 7 puts requests into batches. Chapter 14 closes the engine up, behind the three
-# lines that every user of vLLM knows.
+# Chapter 7 puts requests into batches, and chapter 8 replaces the machine by a clock, so that
+# policies can be compared without one. Chapters 9 to 11 take up the three questions. Chapter 14
+# closes the engine up, behind the three lines that every user of vLLM knows, and chapter 15
+# measures.
 #
 # ## Exercise
 #

@@ -419,7 +419,7 @@ for label, publisher, wrapped in (
 # ## The prompt, not the answer
 #
 # What a follower gets is a prefix in the cache, and nothing else. It enters the queue at its
-# place of arrival, takes its own slot, has its own sampling parameters and ends when it wants
+# place of arrival, takes its own seat, has its own sampling parameters and ends when it wants
 # to. Two lines of a test runner show it: this one draws its tokens with the seed of the
 # request.
 
@@ -534,9 +534,9 @@ draw_rows(
 # that are there. Their mean TTFT is [2.09](#sizes), and release at completion loses to it.
 # Release after prefill still wins, with [1.23](#sizes).
 
-# %% tags=["hide"] name="cached"
-for policy in ("prefill", "none, step"):
-    print(f"{table[8, policy].stats['cached_tokens']:,}")
+# %% tags=["hide-input"] name="cached"
+for policy in ("completion", "prefill", "none, step"):
+    print(f"N = 8, {policy}: {table[8, policy].stats['cached_tokens']:,} tokens cached")
 assert table[8, "completion"].stats["cached_tokens"] == 3_360
 assert all(table[n, "prefill"].ttft < table[n, "completion"].ttft for n in (2, 4, 8))
 

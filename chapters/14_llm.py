@@ -498,14 +498,18 @@ parts = Branch(
                 Branch(
                     "Scheduler (7)",
                     "plain",
-                    [Branch("PrefixCache (4): pool, index (3)", "plain")],
+                    [
+                        Branch("PrefixCache (4): pool, index (3)", "plain"),
+                        Branch("Announcements (9)", "plain"),
+                    ],
                 ),
                 Branch(
                     "ModelRunner (5)",
                     "computed",
                     [Branch("Decoder (5), K/V memory", "computed")],
                 ),
-                Branch("Publisher (7)", "plain"),
+                Branch("Publisher (9)", "plain"),
+                Branch("SingleFlight (10)", "plain"),
             ],
         ),
     ],

@@ -63,7 +63,7 @@ def test_several_prompts(capsys):
         (["--temperature", "-1"], "temperature"),
         (["--device", "tpu"], "tpu"),
         (["--no-such-option"], "no-such-option"),
-        (["--single-flight", "prefill"], "single_flight"),
+        (["--single-flight", "early"], "single_flight"),
     ],
 )
 def test_mistakes_are_one_line(arguments, named, capsys):

@@ -213,7 +213,7 @@ def test_one_bad_prompt_submits_none(prompts, fault, make_llm):
     ("options", "fault"),
     [
         ({"index": "tree"}, "radix, hash, none"),
-        ({"single_flight": "prefill"}, "single_flight"),
+        ({"single_flight": "early"}, "single_flight"),
         ({"page_size": 0}, "page_size"),
         ({"num_pages": 1.5}, "num_pages"),
         ({"pages": 3}, "unknown option 'pages'"),
