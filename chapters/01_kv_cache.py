@@ -617,11 +617,6 @@ class Request:
     arrival: int = 0
     arrival_s: float = 0.0
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """The order of service: priority first (smaller wins), then arrival."""
-        return (self.priority, self.arrival)
-
 
 # %% [markdown]
 # And what comes back. `num_cached_tokens` is the number this book is about: how many of
@@ -687,7 +682,6 @@ asked = encode_ids([504, 3575, 282, 4649, 314])
 greedy = Request("0", asked, SamplingParams(temperature=0))
 creative = Request("1", asked, SamplingParams(temperature=1.0, seed=7), arrival=1)
 print("one prompt:", greedy.prompt_token_ids is creative.prompt_token_ids)
-print("greedy is served first:", greedy.order < creative.order)
 try:
     greedy.priority = 5
 except AttributeError as error:

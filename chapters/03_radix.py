@@ -1064,8 +1064,8 @@ class RadixCache(RadixCache):
         if match.end and match.num_changes == self._num_changes:
             return match.end
         key, firsts = match.key[: 4 * match.matched_len], array("i")
-        known = not key or match.extra_key in self._roots
-        end = self._walk(self._root(match.extra_key), key, firsts) if known else None
+        root = self._roots.get(match.extra_key) if key else self._root(match.extra_key)
+        end = None if root is None else self._walk(root, key, firsts)
         if end is None or firsts != match.kv_indices.first_slots:
             n = match.matched_len
             raise StaleMatch(f"the {n} tokens of the match were evicted or moved")

@@ -164,6 +164,7 @@ from array import array
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Protocol
 
 from minivllm.batch import Chunk
@@ -341,9 +342,7 @@ class Scheduler:
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.counters = Counters()
-        self._num_charged = (
-            0  # pages promised to the running, while requests are let in
-        )
+        self._num_charged = 0  # pages that `reserve` has promised, in this step
 
 
 # %% [markdown]
@@ -481,18 +480,18 @@ draw_rows(
 class Scheduler(Scheduler):
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
-        if not (self.waiting and budget and len(self.running) < self.max_running):
+        seats = self.max_running - len(self.running)
+        if not (self.waiting and budget and seats > 0):
             return batch
-        self._num_charged = sum(self._charge(state) for state in self.running)
-        for state in list(self.grouping.plan(self.waiting)):
-            num_tokens = self._try_admit(state, budget)
+        if self.admission == "reserve":
+            self._num_charged = sum(map(self._charge, self.running))
+        for state in list(islice(self.grouping.plan(self.waiting), seats)):
+            num_tokens = self._try_admit(state, budget) if budget else 0
             if num_tokens == 0:
                 break
             batch.append(self._chunk(state, num_tokens))
             self._count_passed(state)
             budget -= num_tokens
-            if budget == 0 or len(self.running) == self.max_running:
-                break
         return batch
 
 

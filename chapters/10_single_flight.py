@@ -140,6 +140,7 @@ from dataclasses import dataclass, field
 
 from minivllm.engine import Publisher
 from minivllm.hashing import token_bytes
+from minivllm.publication import PublishPrompt
 from minivllm.request import ExtraKey, TokenIds, check_extra_key
 from minivllm.scheduler import RequestState
 
@@ -388,9 +389,8 @@ class PromptAtLeast:
 
     def num_visible(self, state: RequestState) -> int:
         """What the policy says, or all of a computed prompt."""
-        num_prompt = len(state.request.prompt_token_ids)
-        shown = num_prompt if state.num_committed >= num_prompt else 0
-        return max(shown, self.policy.num_visible(state))
+        prompt = PublishPrompt().num_visible(state)
+        return max(prompt, self.policy.num_visible(state))
 
 
 # %% name="promise" claims="R16 R20 R21"

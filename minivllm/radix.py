@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (52a21829): edit the chapter.
+# Exported from chapters/03_radix.py (6e539521): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -327,8 +327,8 @@ class RadixCache:
         if match.end and match.num_changes == self._num_changes:
             return match.end
         key, firsts = match.key[: 4 * match.matched_len], array("i")
-        known = not key or match.extra_key in self._roots
-        end = self._walk(self._root(match.extra_key), key, firsts) if known else None
+        root = self._roots.get(match.extra_key) if key else self._root(match.extra_key)
+        end = None if root is None else self._walk(root, key, firsts)
         if end is None or firsts != match.kv_indices.first_slots:
             n = match.matched_len
             raise StaleMatch(f"the {n} tokens of the match were evicted or moved")

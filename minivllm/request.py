@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (2d2d9907): edit the chapter.
+# Exported from chapters/01_kv_cache.py (034ecc35): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -136,11 +136,6 @@ class Request:
     priority: int = 0
     arrival: int = 0
     arrival_s: float = 0.0
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The order of service: priority first (smaller wins), then arrival."""
-        return (self.priority, self.arrival)
 
 
 @dataclass(frozen=True)

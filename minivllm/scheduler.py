@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (fdfc50fc): edit the chapter.
+# Exported from chapters/07_engine.py (9b0ad38f): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -11,6 +11,7 @@ from array import array
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Protocol
 
 from minivllm.batch import Chunk
@@ -155,9 +156,7 @@ class Scheduler:
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.counters = Counters()
-        self._num_charged = (
-            0  # pages promised to the running, while requests are let in
-        )
+        self._num_charged = 0  # pages that `reserve` has promised, in this step
 
     def add(self, state: RequestState) -> None:
         """Queue a request at its place."""
@@ -207,18 +206,18 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
-        if not (self.waiting and budget and len(self.running) < self.max_running):
+        seats = self.max_running - len(self.running)
+        if not (self.waiting and budget and seats > 0):
             return batch
-        self._num_charged = sum(self._charge(state) for state in self.running)
-        for state in list(self.grouping.plan(self.waiting)):
-            num_tokens = self._try_admit(state, budget)
+        if self.admission == "reserve":
+            self._num_charged = sum(map(self._charge, self.running))
+        for state in list(islice(self.grouping.plan(self.waiting), seats)):
+            num_tokens = self._try_admit(state, budget) if budget else 0
             if num_tokens == 0:
                 break
             batch.append(self._chunk(state, num_tokens))
             self._count_passed(state)
             budget -= num_tokens
-            if budget == 0 or len(self.running) == self.max_running:
-                break
         return batch
 
     def _count_passed(self, admitted: RequestState) -> None:

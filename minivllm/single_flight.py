@@ -1,4 +1,4 @@
-# Exported from chapters/10_single_flight.py (e7eb0f51): edit the chapter.
+# Exported from chapters/10_single_flight.py (a089f814): edit the chapter.
 """Requests with one input wait for one of them to compute its prefix."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from minivllm.engine import Publisher
 from minivllm.hashing import token_bytes
+from minivllm.publication import PublishPrompt
 from minivllm.request import ExtraKey, TokenIds, check_extra_key
 from minivllm.scheduler import RequestState
 
@@ -170,6 +171,5 @@ class PromptAtLeast:
 
     def num_visible(self, state: RequestState) -> int:
         """What the policy says, or all of a computed prompt."""
-        num_prompt = len(state.request.prompt_token_ids)
-        shown = num_prompt if state.num_committed >= num_prompt else 0
-        return max(shown, self.policy.num_visible(state))
+        prompt = PublishPrompt().num_visible(state)
+        return max(prompt, self.policy.num_visible(state))

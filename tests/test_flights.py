@@ -1,22 +1,18 @@
 """Single-flight in the engine: who waits, what goes wrong in between, and who runs."""
 
 import pytest
-import torch
 from checking_runner import CheckingRunner, cold_continuation
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
 )
-from test_policies import CheckedEngine, check, check_idle
+from test_policies import CheckedEngine, Life, check, check_idle
 from test_policies import make_engine as make_any_engine
 
 from minivllm.engine import Engine, Limits
-from minivllm.model import Decoder, ModelConfig
 from minivllm.options import assemble, read_options
 from minivllm.request import SamplingParams
 from minivllm.runner import ModelRunner
@@ -354,12 +350,8 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(1)
-    model = Decoder(ModelConfig(VOCAB, 32, 48, 2, 4, 2, 8, 256, tied_head=True)).eval()
-    for tensor in model.parameters():
-        tensor.data += 0.2 * torch.randn_like(tensor)
-    return model
+def model(random_decoder):
+    return random_decoder(VOCAB)
 
 
 def real_answers(model, release: str, groups) -> list[list[int]]:
@@ -389,7 +381,7 @@ def test_followers_sample_for_themselves(model, release):
 # ---- Anything at any moment, and an end within a bound -------------------------------
 
 
-class Flights(RuleBasedStateMachine):
+class Flights(Life):
     """Few prompts, so that many are equal; each history must come to its end."""
 
     @initialize(
@@ -414,26 +406,6 @@ class Flights(RuleBasedStateMachine):
     def submit(self, prompt, max_tokens, **options):
         name = submit(self.engine, prompt, max_tokens, **options)
         self.wanted[name] = max_tokens
-
-    @rule(times=st.integers(1, 6))
-    def step(self, times):
-        for _ in range(times):
-            for output in self.engine.step():
-                if output.finished:
-                    self.end(output)
-
-    @precondition(lambda self: self.wanted)
-    @rule(data=st.data())
-    def abort(self, data):
-        name = data.draw(st.sampled_from(sorted(self.wanted)))
-        output = self.engine.abort(name)
-        assert (output is None) == (name in self.ended)
-        if output is not None:
-            self.end(output)
-
-    @rule(after=st.integers(1, 3))
-    def fail(self, after):
-        self.engine.runner.fail.add(self.engine.runner.num_runs + after)
 
     def end(self, output):
         name, (answer,) = output.request_id, output.outputs

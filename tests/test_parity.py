@@ -36,7 +36,11 @@ MINE, THEIRS = [5, 0, 9, 3, 7, 1], [4, 10, 15, 12, 14, 13]
 
 
 def make_runner(model: Tiny) -> ModelRunner:
-    return ModelRunner(model.decoder, num_pages=16, page_size=PAGE)
+    """Fresh memory may hold what an earlier runner left: the right answer, even."""
+    runner = ModelRunner(model.decoder, num_pages=16, page_size=PAGE)
+    for memory in runner.memory:
+        memory.keys[:] = memory.values[:] = 99.0
+    return runner
 
 
 def part(

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-import torch
 from checking_runner import CheckingRunner, cold_continuation
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from minivllm.engine import Engine, Limits, PublishEachStep
-from minivllm.model import Decoder, ModelConfig
+from minivllm.model import Decoder
 from minivllm.options import PUBLISHERS
 from minivllm.prefix_cache import PrefixCache
 from minivllm.publication import Announcements
@@ -256,12 +255,8 @@ def test_the_set_covers_all_pairs():
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    torch.manual_seed(1)
-    model = Decoder(ModelConfig(VOCAB, 32, 48, 2, 4, 2, 8, 256, tied_head=True)).eval()
-    for tensor in model.parameters():
-        tensor.data += 0.2 * torch.randn_like(tensor)
-    return model
+def tiny(random_decoder):
+    return random_decoder(VOCAB)
 
 
 def real_answers(model: Decoder, **chosen) -> dict[int, list[int]]:

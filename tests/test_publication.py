@@ -9,11 +9,9 @@ import dataclasses
 import random
 
 import pytest
-import torch
 from checking_runner import CheckingRunner, cold_continuation
 
 from minivllm.engine import Engine, Limits, PublishAtFinish
-from minivllm.model import Decoder, ModelConfig
 from minivllm.options import EngineOptions, assemble
 from minivllm.prefix_cache import PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
@@ -421,12 +419,8 @@ def test_a_borrowed_page_is_remapped():
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    torch.manual_seed(1)
-    model = Decoder(ModelConfig(VOCAB, 32, 48, 2, 4, 2, 8, 1024, tied_head=True))
-    for tensor in model.parameters():
-        tensor.data += 0.2 * torch.randn_like(tensor)
-    return model.eval()
+def tiny(random_decoder):
+    return random_decoder(VOCAB, max_context=1024)
 
 
 def test_a_real_model_answers_the_same(tiny):

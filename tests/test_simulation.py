@@ -10,14 +10,12 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from checking_runner import cold_continuation
 from simulated import COST, PAGE, VOCAB, fingerprint, make_engine, make_simulated
 
 from minivllm.batch import Chunk
 from minivllm.engine import PublishAtFinish, PublishEachStep
 from minivllm.events import EventLog
-from minivllm.model import Decoder, ModelConfig
 from minivllm.request import SamplingParams, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.simulation import (
@@ -260,13 +258,8 @@ def test_a_run_is_the_same_in_every_process():
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    """A decoder with random weights."""
-    torch.manual_seed(1)
-    model = Decoder(ModelConfig(VOCAB, 32, 48, 2, 4, 2, 8, 256, tied_head=True)).eval()
-    for tensor in model.parameters():
-        tensor.data += 0.2 * torch.randn_like(tensor)
-    return model
+def tiny(random_decoder):
+    return random_decoder(VOCAB)
 
 
 def traffic(rng, num_requests):
