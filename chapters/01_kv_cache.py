@@ -625,7 +625,7 @@ class Request:
 
 
 # %% export="request.py"
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds of the engine's clock."""
 
@@ -646,7 +646,7 @@ class RequestMetrics:
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One continuation; `finish_reason` is stop, length, abort, error, or None."""
 
@@ -656,7 +656,7 @@ class CompletionOutput:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request after a step; final when `finished`.
 

@@ -364,7 +364,7 @@ def ignore(kind: str, /, **details: object) -> None:
     """The observer that does nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """One transition."""
 
@@ -425,7 +425,7 @@ class PageIndex(Protocol):
         """End the protection."""
 
     def extend(
-        self, handle: Handle, token_ids: TokenIds, first_slots: "array[int]"
+        self, handle: Handle, token_ids: TokenIds, places: "array[int]"
     ) -> "tuple[int, array[int]]":
         """Enter pages below a lock; how many tokens were known, and where all lie."""
 
@@ -433,9 +433,9 @@ class PageIndex(Protocol):
         """How many tokens of a match nobody has locked."""
 
     def evict_pages(self, num_pages: int) -> list[int]:
-        """Forget pages, next victims and tails first; their first slots."""
+        """Forget pages, next victims and tails first; their places."""
 
-    def pages(self) -> list[int]:
+    def places(self) -> list[int]:
         """All published pages."""
 
 
@@ -472,8 +472,8 @@ print(len(flat), "pages kept,", found, "tokens found")
 class HashIndex(RadixCache):
     """A table from chained page hashes to pages (vLLM's index), with the tree's API."""
 
-    def __init__(self, page_size: int, eviction: str = "lru") -> None:
-        super().__init__(page_size, eviction)
+    def __init__(self, page_size: int, eviction: str = "lru", unit: int = 1) -> None:
+        super().__init__(page_size, eviction, unit)
         self._table: dict[bytes, Node] = {}  # a page's name -> the run that holds it
         self._names: dict[Node, list[bytes]] = {}  # the names of a run's pages
 
@@ -498,23 +498,25 @@ print("asked for 'the cow ', got", [read(memory, slots_of(found))])
 
 # %% export="prefix_cache.py"
 class HashIndex(HashIndex):
-    def _walk(self, node: Node, key: bytes, firsts: "array[int]") -> End:
+    def _walk(self, node: Node, key: bytes, places: "array[int]") -> End:
         """Look the pages of `key` up by name; confirm each by its tokens and parent."""
-        name, within = self._last_name(node), len(node.key)
-        for at in range(0, len(key) - self._step + 1, self._step):
-            page = key[at : at + self._step]
+        name, within, step = self._last_name(node), len(node.key), self._step
+        for at in range(0, len(key) - step + 1, step):
+            page = key[at : at + step]
             name = page_name(name, page)
             found = self._table.get(name)
             if found is None:
                 break
-            follows = found is node or (
-                found.parent is node and within == len(node.key)
-            )
-            offset = within if found is node else 0
-            if not (follows and found.key.startswith(page, offset)):
+            if found is node:
+                offset = within
+            elif found.parent is node and within == len(node.key):
+                offset = 0
+            else:
                 break
-            firsts.append(found.first_slots[offset // self._step])
-            node, within = found, offset + self._step
+            if not found.key.startswith(page, offset):
+                break
+            places.append(found.places[offset // step])
+            node, within = found, offset + step
         return node, within
 
     def _last_name(self, node: Node) -> bytes:
@@ -533,14 +535,14 @@ class HashIndex(HashIndex):
 # %% export="prefix_cache.py"
 class HashIndex(HashIndex):
     def _add(
-        self, parent: Node, key: bytes, first_slots: "array[int]", num_own_locks: int
+        self, parent: Node, key: bytes, places: "array[int]", num_own_locks: int
     ) -> Node:
         names = self._free_names(parent, key)
         if not names:
             return parent
-        key, first_slots = key[: len(names) * self._step], first_slots[: len(names)]
-        node = super()._add(parent, key, first_slots, num_own_locks)
-        self._names.setdefault(node, []).extend(names)
+        key, places = key[: len(names) * self._step], places[: len(names)]
+        node = super()._add(parent, key, places, num_own_locks)
+        self._names[node] = self._names[node] + names if node is parent else names
         self._table.update(dict.fromkeys(names, node))
         return node
 
@@ -588,7 +590,7 @@ from unittest.mock import patch
 class Trusting(HashIndex):
     """Does not look at tokens and parents."""
 
-    def _walk(self, node, key, firsts):
+    def _walk(self, node, key, places):
         name, within = self._last_name(node), len(node.key)
         for at in range(0, len(key) - self._step + 1, self._step):
             name = page_name(name, key[at : at + self._step])
@@ -596,7 +598,7 @@ class Trusting(HashIndex):
                 break
             node = self._table[name]
             place = self._names[node].index(name)
-            firsts.append(node.first_slots[place])
+            places.append(node.places[place])
             within = (place + 1) * self._step
         return node, within
 
@@ -612,10 +614,12 @@ def weak_names():
 one, other = weak_names()
 with one, other:
     for kind in (Trusting, HashIndex):
-        index = kind(page_size=4)
+        index = kind(page_size=4, unit=4)
         index.insert(ids("the cat "), slots_of([0, 1]))
         found = index.match_prefix(ids("the cow "))
-        print(f"{kind.__name__}: {found.matched_len} tokens in", found.kv_indices.pages)
+        print(
+            f"{kind.__name__}: {found.matched_len} tokens in", *found.kv_indices.places
+        )
     index.insert(ids("the cow sat "), slots_of([2, 3, 4]))
     print(
         "entered of 'the cow sat ':",
@@ -652,14 +656,14 @@ def text_of(node: Node) -> str:
 
 
 def branch(node: Node) -> Branch:
-    pages = ", ".join(str(slot // 4) for slot in node.first_slots)
+    pages = ", ".join(map(str, node.places))
     words = f"{text_of(node)!r} · page {pages}"
     return Branch(
         words, "published", [branch(child) for child in node.children.values()]
     )
 
 
-tree, table = RadixCache(page_size=4), HashIndex(page_size=4)
+tree, table = RadixCache(page_size=4, unit=4), HashIndex(page_size=4, unit=4)
 for first, prompt in [(0, "the cat sat "), (3, "the cat ran "), (6, "the cow ran ")]:
     for index in (tree, table):
         index.insert(ids(prompt), slots_of([first, first + 1, first + 2]))
@@ -667,7 +671,7 @@ rows = []
 for name, node in table._table.items():
     place = table._names[node].index(name)
     words = text_of(node)[4 * place : 4 * place + 4]
-    page = node.first_slots[place] // 4
+    page = node.places[place]
     rows.append(
         (
             name.hex()[:6],
@@ -738,7 +742,7 @@ class NoIndex:
     total_size = 0
     protected_size = 0
 
-    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+    def __init__(self, page_size: int, eviction: str = "lru", unit: int = 1) -> None:
         self.page_size = page_size
 
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
@@ -753,7 +757,7 @@ class NoIndex:
         """Nothing was protected."""
 
     def extend(
-        self, handle: Handle, token_ids: TokenIds, first_slots: "array[int]"
+        self, handle: Handle, token_ids: TokenIds, places: "array[int]"
     ) -> "tuple[int, array[int]]":
         """Take nothing."""
         return 0, array("i")
@@ -766,7 +770,7 @@ class NoIndex:
         """Nothing can go."""
         return []
 
-    def pages(self) -> list[int]:
+    def places(self) -> list[int]:
         """Nothing is published."""
         return []
 
@@ -831,7 +835,7 @@ class PrefixCache:
     ) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.page_size = page_size
-        self._new_index = partial(INDEXES[index], page_size, eviction)
+        self._new_index = partial(INDEXES[index], page_size, eviction, page_size)
         self.index: PageIndex = self._new_index()
         self.observer = observer
         self.leases: set[Lease] = set()
@@ -849,12 +853,12 @@ class PrefixCache:
 
 # %% name="theft"
 memory = list("the cat ----")
-pool, tree = PagePool(num_pages=3, page_size=4), RadixCache(page_size=4)
+pool, tree = PagePool(num_pages=3, page_size=4), RadixCache(page_size=4, unit=4)
 tree.insert(ids("the cat "), slots_of(pool.allocate(2)))
 
 found = tree.match_prefix(ids("the cat sat on"))  # A may have pages 0 and 1
-pool.free([slot // 4 for slot in tree.evict_pages(1)])  # A needs two, one is free
-mine = found.kv_indices.pages + pool.allocate(2)
+pool.free(tree.evict_pages(1))  # A needs two, one is free
+mine = [*found.kv_indices.places, *pool.allocate(2)]
 write(memory, slots_of(mine)[found.matched_len :], "sat on")
 print("A's page table:", mine, "· it reads", [read(memory, slots_of(mine)[:14])])
 
@@ -889,7 +893,7 @@ class PrefixCache(PrefixCache):
         Pages `borrowed` from others (chapter 9) go on where the match ends. Raises
         `OutOfPages` if the rest cannot be had; then nothing has changed.
         """
-        pages = match.kv_indices.pages
+        pages = match.kv_indices.places
         missing = self.pages_for(num_tokens) - len(pages) - len(borrowed)
         if missing > self.pool.num_free:
             self._check_room(missing, self.index.evictable_len(match))
@@ -935,7 +939,7 @@ class PrefixCache(PrefixCache):
         self.observer("allocate", pages=lease.pages[-missing:])
 
     def _evict(self, num_pages: int) -> None:
-        pages = [slot // self.page_size for slot in self.index.evict_pages(num_pages)]
+        pages = self.index.evict_pages(num_pages)
         self.pool.free(pages)
         self.evicted_tokens += len(pages) * self.page_size
         self.observer("evict", pages=pages)
@@ -1055,17 +1059,16 @@ class PrefixCache(PrefixCache):
         if end <= start or lease.num_shared < start:
             return  # nothing new, or a page was refused: no page without its past
         own, size = lease.pages[start:end], self.page_size
-        given = array("i", [page * size for page in own])
         ids = token_ids[start * size : end * size]
-        num_known, slots = self.index.extend(lease.handle, ids, given)
-        published = own if slots == given else [slot // size for slot in slots]
+        num_known, places = self.index.extend(lease.handle, ids, array("i", own))
+        published = places.tolist()
         lease.num_offered, lease.num_shared = end, start + len(published)
         lease.pages[start : lease.num_shared] = published
         if published != own:
             pairs = list(zip(own, published, strict=False))[lease.num_borrowed :]
             self._free([a for a, b in pairs if a != b])
         lease.num_borrowed = max(0, lease.num_borrowed - len(published))
-        self.published_tokens += len(slots) * size - num_known
+        self.published_tokens += len(published) * size - num_known
         self.observer("publish", pages=published[num_known // size :])
 
     def _free(self, pages: list[int]) -> None:
@@ -1137,7 +1140,7 @@ class PrefixCache(PrefixCache):
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and every user is known."""
-        stats, published = self.stats(), set(self.index.pages())
+        stats, published = self.stats(), set(self.index.places())
         private = [page for lease in self.leases for page in lease.own_pages]
         pinned = {
             page for lease in self.leases for page in lease.pages[: lease.num_shared]
@@ -1220,7 +1223,7 @@ def compute(cache: PrefixCache, memory: list[str], text: str) -> Lease:
 def states(cache: PrefixCache) -> list[str]:
     """The state of every page."""
     state = dict.fromkeys(range(cache.pool.num_pages), "free")
-    state.update(dict.fromkeys(cache.index.pages(), "published"))
+    state.update(dict.fromkeys(cache.index.places(), "published"))
     for lease in cache.leases:
         state.update(dict.fromkeys(lease.pages[: lease.num_shared], "pinned"))
         state.update(dict.fromkeys(lease.pages[lease.num_shared :], "private"))

@@ -109,7 +109,7 @@ from dataclasses import dataclass
 from minivllm.request import SamplingParams
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """New tokens of one request: positions `start` to `start + len(token_ids) - 1`.
 

@@ -373,8 +373,9 @@ class Scheduler(Scheduler):
         if self.counters.preemptions == preemptions:  # pages are short: let nobody in
             num_tokens = sum(len(chunk.token_ids) for chunk in batch)
             batch += self._admit(self.max_batch_tokens - num_tokens)
-        sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
-        self.observer("schedule", chunks=sizes)
+        if self.observer is not ignore:
+            sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
+            self.observer("schedule", chunks=sizes)
         return batch
 
 
@@ -691,12 +692,13 @@ class Scheduler(Scheduler):
 class Scheduler(Scheduler):
     def commit(self, state: RequestState, chunk: Chunk) -> None:
         """The forward pass wrote this chunk's K/V: count it and move on."""
-        fresh = max(chunk.start, min(state.high_water, chunk.end))
-        prompt_end = len(state.request.prompt_token_ids)
+        end, prompt_end = chunk.end, len(state.request.prompt_token_ids)
+        fresh = max(chunk.start, min(state.high_water, end))
         self.counters.recomputed_tokens += fresh - chunk.start
-        self.counters.prefill_tokens += max(0, min(chunk.end, prompt_end) - fresh)
-        state.num_committed = chunk.end
-        state.high_water = max(state.high_water, chunk.end)
+        if fresh < prompt_end:
+            self.counters.prefill_tokens += min(end, prompt_end) - fresh
+        state.num_committed = end
+        state.high_water = max(state.high_water, end)
 
     def stats(self) -> dict[str, int]:
         """Queue lengths and counters."""
@@ -807,7 +809,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from minivllm.batch import Chunk
@@ -1211,8 +1213,8 @@ class Engine(Engine):
     def _append(self, progress: Progress, token: int) -> None:
         progress.state.tokens.append(token)
         if progress.metrics.first_token_s is None:
-            now = self.clock.now()
-            progress.metrics = replace(progress.metrics, first_token_s=now)
+            came = progress.metrics.arrival_s
+            progress.metrics = RequestMetrics(came, self.clock.now())
         progress.finish_reason = self._why_last(progress, token)
 
 
@@ -1339,11 +1341,16 @@ class Engine(Engine):
         if progress.prompt_ids is None:
             progress.prompt_ids = list(state.request.prompt_token_ids)
         prompt_ids = progress.prompt_ids  # the same list in every output
-        output_ids = list(state.tokens[len(state.request.prompt_token_ids) :])
+        output_ids = state.tokens[len(state.request.prompt_token_ids) :].tolist()
         text = self._text(progress)
         metrics, cached = progress.metrics, state.num_cached_tokens or 0
         if reason is not None:
-            metrics = replace(metrics, finished_s=self.clock.now())
+            came, first, now = (
+                metrics.arrival_s,
+                metrics.first_token_s,
+                self.clock.now(),
+            )
+            metrics = RequestMetrics(came, first, now)
         done = [CompletionOutput(0, text, output_ids, reason)]
         name, finished = state.request.request_id, reason is not None
         return RequestOutput(name, prompt_ids, cached, done, finished, metrics)

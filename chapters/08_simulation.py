@@ -135,8 +135,10 @@ class Work:
 
 def work_of(chunks: Sequence[Chunk]) -> Work:
     """Count what a batch carries."""
-    num_decodes = sum(1 for c in chunks if c.samples and len(c.token_ids) == 1)
-    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    num_tokens = num_decodes = 0
+    for chunk in chunks:
+        num_tokens += len(chunk.token_ids)
+        num_decodes += chunk.samples and len(chunk.token_ids) == 1
     return Work(len(chunks) - num_decodes, num_tokens - num_decodes, num_decodes)
 
 
@@ -331,12 +333,14 @@ class SimulatedRunner(SimulatedRunner):
 
     def _write(self, chunk: Chunk, made: "array[int]") -> None:
         """Store a chunk's states, page by page; published pages stay as they are."""
-        position, end = max(chunk.start, chunk.num_shared * self.page_size), chunk.end
+        start, end, size = chunk.start, chunk.end, self.page_size
+        position = max(start, chunk.num_shared * size)
         while position < end:
             slot = self._slot(chunk, position)
-            stop = min(end, position - position % self.page_size + self.page_size)
-            part = made[position - chunk.start : stop - chunk.start]
-            self.states[slot : slot + len(part)] = part
+            stop = min(end, position + size - slot % size)
+            self.states[slot : slot + stop - position] = made[
+                position - start : stop - start
+            ]
             position = stop
 
 
@@ -418,7 +422,6 @@ for runner_class in (SimulatedRunner, SwapsOnce):
 # %% export="simulation.py"
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from heapq import heappop, heappush
 
 from minivllm.engine import Engine
@@ -491,7 +494,8 @@ def simulate(
         for output in outputs:
             if output.finished:
                 arrival = came.pop(output.request_id)
-                yield arrival, _dated_back(output, arrival.time_s)
+                output.metrics.arrival_s = arrival.time_s
+                yield arrival, output
 
 
 def _jump(clock: VirtualClock, arrivals: Arrivals) -> None:
@@ -499,10 +503,6 @@ def _jump(clock: VirtualClock, arrivals: Arrivals) -> None:
     if next_s is None:
         raise RuntimeError("requests are left, and none of them can ever run")
     clock.advance_to(next_s)
-
-
-def _dated_back(output: RequestOutput, arrival_s: float) -> RequestOutput:
-    return replace(output, metrics=replace(output.metrics, arrival_s=arrival_s))
 
 
 # %% [markdown]

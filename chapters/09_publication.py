@@ -123,7 +123,7 @@ def pages_after_each_step(publish: str) -> list[list[str]]:
     while engine.has_unfinished():
         engine.step()
         states = dict.fromkeys(range(5), "free")
-        states |= dict.fromkeys(cache.index.pages(), "published")
+        states |= dict.fromkeys(cache.index.places(), "published")
         for lease in cache.leases:
             states |= dict.fromkeys(lease.own_pages, "private")
         frames.append([states[page] for page in range(5)])
@@ -397,7 +397,7 @@ class Announcements(Announcements):
 class Announcements(Announcements):
     def find(self, state: RequestState, match: Match) -> list[int]:
         """The announced pages that go on where a match ends."""
-        pages = match.kv_indices.pages
+        pages = match.kv_indices.places
         past: Past = pages[-1] if pages else ("", state.request.extra_key)
         found: list[int] = []
         num_pages = len(state.tokens) // self.page_size

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (bbf56b32): edit the chapter.
+# Exported from chapters/05_model.py (a19f424b): edit the chapter.
 """What one forward pass computes: some new tokens of several requests."""
 
 from array import array
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from minivllm.request import SamplingParams
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """New tokens of one request: positions `start` to `start + len(token_ids) - 1`.
 

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (7d4e76d6): edit the chapter.
+# Exported from chapters/07_engine.py (737ccbf4): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from minivllm.batch import Chunk
@@ -326,8 +326,8 @@ class Engine:
     def _append(self, progress: Progress, token: int) -> None:
         progress.state.tokens.append(token)
         if progress.metrics.first_token_s is None:
-            now = self.clock.now()
-            progress.metrics = replace(progress.metrics, first_token_s=now)
+            came = progress.metrics.arrival_s
+            progress.metrics = RequestMetrics(came, self.clock.now())
         progress.finish_reason = self._why_last(progress, token)
 
     def _why_last(self, progress: Progress, token: int) -> str | None:
@@ -422,11 +422,16 @@ class Engine:
         if progress.prompt_ids is None:
             progress.prompt_ids = list(state.request.prompt_token_ids)
         prompt_ids = progress.prompt_ids  # the same list in every output
-        output_ids = list(state.tokens[len(state.request.prompt_token_ids) :])
+        output_ids = state.tokens[len(state.request.prompt_token_ids) :].tolist()
         text = self._text(progress)
         metrics, cached = progress.metrics, state.num_cached_tokens or 0
         if reason is not None:
-            metrics = replace(metrics, finished_s=self.clock.now())
+            came, first, now = (
+                metrics.arrival_s,
+                metrics.first_token_s,
+                self.clock.now(),
+            )
+            metrics = RequestMetrics(came, first, now)
         done = [CompletionOutput(0, text, output_ids, reason)]
         name, finished = state.request.request_id, reason is not None
         return RequestOutput(name, prompt_ids, cached, done, finished, metrics)

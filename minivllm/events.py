@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (9e316245): edit the chapter.
+# Exported from chapters/04_pages.py (b9a10a13): edit the chapter.
 """What happened, in order: the one way to look into a running engine."""
 
 from collections import deque
@@ -17,7 +17,7 @@ def ignore(kind: str, /, **details: object) -> None:
     """The observer that does nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """One transition."""
 

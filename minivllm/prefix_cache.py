@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (c28286f1): edit the chapter.
+# Exported from chapters/04_pages.py (04c86f58): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PageIndex(Protocol):
         """End the protection."""
 
     def extend(
-        self, handle: Handle, token_ids: TokenIds, first_slots: array[int]
+        self, handle: Handle, token_ids: TokenIds, places: array[int]
     ) -> tuple[int, array[int]]:
         """Enter pages below a lock; how many tokens were known, and where all lie."""
 
@@ -40,37 +40,39 @@ class PageIndex(Protocol):
         """How many tokens of a match nobody has locked."""
 
     def evict_pages(self, num_pages: int) -> list[int]:
-        """Forget pages, next victims and tails first; their first slots."""
+        """Forget pages, next victims and tails first; their places."""
 
-    def pages(self) -> list[int]:
+    def places(self) -> list[int]:
         """All published pages."""
 
 
 class HashIndex(RadixCache):
     """A table from chained page hashes to pages (vLLM's index), with the tree's API."""
 
-    def __init__(self, page_size: int, eviction: str = "lru") -> None:
-        super().__init__(page_size, eviction)
+    def __init__(self, page_size: int, eviction: str = "lru", unit: int = 1) -> None:
+        super().__init__(page_size, eviction, unit)
         self._table: dict[bytes, Node] = {}  # a page's name -> the run that holds it
         self._names: dict[Node, list[bytes]] = {}  # the names of a run's pages
 
-    def _walk(self, node: Node, key: bytes, firsts: array[int]) -> End:
+    def _walk(self, node: Node, key: bytes, places: array[int]) -> End:
         """Look the pages of `key` up by name; confirm each by its tokens and parent."""
-        name, within = self._last_name(node), len(node.key)
-        for at in range(0, len(key) - self._step + 1, self._step):
-            page = key[at : at + self._step]
+        name, within, step = self._last_name(node), len(node.key), self._step
+        for at in range(0, len(key) - step + 1, step):
+            page = key[at : at + step]
             name = page_name(name, page)
             found = self._table.get(name)
             if found is None:
                 break
-            follows = found is node or (
-                found.parent is node and within == len(node.key)
-            )
-            offset = within if found is node else 0
-            if not (follows and found.key.startswith(page, offset)):
+            if found is node:
+                offset = within
+            elif found.parent is node and within == len(node.key):
+                offset = 0
+            else:
                 break
-            firsts.append(found.first_slots[offset // self._step])
-            node, within = found, offset + self._step
+            if not found.key.startswith(page, offset):
+                break
+            places.append(found.places[offset // step])
+            node, within = found, offset + step
         return node, within
 
     def _last_name(self, node: Node) -> bytes:
@@ -80,14 +82,14 @@ class HashIndex(RadixCache):
         return self._names[node][-1]
 
     def _add(
-        self, parent: Node, key: bytes, first_slots: array[int], num_own_locks: int
+        self, parent: Node, key: bytes, places: array[int], num_own_locks: int
     ) -> Node:
         names = self._free_names(parent, key)
         if not names:
             return parent
-        key, first_slots = key[: len(names) * self._step], first_slots[: len(names)]
-        node = super()._add(parent, key, first_slots, num_own_locks)
-        self._names.setdefault(node, []).extend(names)
+        key, places = key[: len(names) * self._step], places[: len(names)]
+        node = super()._add(parent, key, places, num_own_locks)
+        self._names[node] = self._names[node] + names if node is parent else names
         self._table.update(dict.fromkeys(names, node))
         return node
 
@@ -122,7 +124,7 @@ class NoIndex:
     total_size = 0
     protected_size = 0
 
-    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+    def __init__(self, page_size: int, eviction: str = "lru", unit: int = 1) -> None:
         self.page_size = page_size
 
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
@@ -137,7 +139,7 @@ class NoIndex:
         """Nothing was protected."""
 
     def extend(
-        self, handle: Handle, token_ids: TokenIds, first_slots: array[int]
+        self, handle: Handle, token_ids: TokenIds, places: array[int]
     ) -> tuple[int, array[int]]:
         """Take nothing."""
         return 0, array("i")
@@ -150,7 +152,7 @@ class NoIndex:
         """Nothing can go."""
         return []
 
-    def pages(self) -> list[int]:
+    def places(self) -> list[int]:
         """Nothing is published."""
         return []
 
@@ -194,7 +196,7 @@ class PrefixCache:
     ) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.page_size = page_size
-        self._new_index = partial(INDEXES[index], page_size, eviction)
+        self._new_index = partial(INDEXES[index], page_size, eviction, page_size)
         self.index: PageIndex = self._new_index()
         self.observer = observer
         self.leases: set[Lease] = set()
@@ -213,7 +215,7 @@ class PrefixCache:
         Pages `borrowed` from others (chapter 9) go on where the match ends. Raises
         `OutOfPages` if the rest cannot be had; then nothing has changed.
         """
-        pages = match.kv_indices.pages
+        pages = match.kv_indices.places
         missing = self.pages_for(num_tokens) - len(pages) - len(borrowed)
         if missing > self.pool.num_free:
             self._check_room(missing, self.index.evictable_len(match))
@@ -249,7 +251,7 @@ class PrefixCache:
         self.observer("allocate", pages=lease.pages[-missing:])
 
     def _evict(self, num_pages: int) -> None:
-        pages = [slot // self.page_size for slot in self.index.evict_pages(num_pages)]
+        pages = self.index.evict_pages(num_pages)
         self.pool.free(pages)
         self.evicted_tokens += len(pages) * self.page_size
         self.observer("evict", pages=pages)
@@ -267,17 +269,16 @@ class PrefixCache:
         if end <= start or lease.num_shared < start:
             return  # nothing new, or a page was refused: no page without its past
         own, size = lease.pages[start:end], self.page_size
-        given = array("i", [page * size for page in own])
         ids = token_ids[start * size : end * size]
-        num_known, slots = self.index.extend(lease.handle, ids, given)
-        published = own if slots == given else [slot // size for slot in slots]
+        num_known, places = self.index.extend(lease.handle, ids, array("i", own))
+        published = places.tolist()
         lease.num_offered, lease.num_shared = end, start + len(published)
         lease.pages[start : lease.num_shared] = published
         if published != own:
             pairs = list(zip(own, published, strict=False))[lease.num_borrowed :]
             self._free([a for a, b in pairs if a != b])
         lease.num_borrowed = max(0, lease.num_borrowed - len(published))
-        self.published_tokens += len(slots) * size - num_known
+        self.published_tokens += len(published) * size - num_known
         self.observer("publish", pages=published[num_known // size :])
 
     def _free(self, pages: list[int]) -> None:
@@ -322,7 +323,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and every user is known."""
-        stats, published = self.stats(), set(self.index.pages())
+        stats, published = self.stats(), set(self.index.places())
         private = [page for lease in self.leases for page in lease.own_pages]
         pinned = {
             page for lease in self.leases for page in lease.pages[: lease.num_shared]

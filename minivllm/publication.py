@@ -1,4 +1,4 @@
-# Exported from chapters/09_publication.py (31219366): edit the chapter.
+# Exported from chapters/09_publication.py (5cbf4d93): edit the chapter.
 """When a computed page becomes visible to other requests."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Announcements:
 
     def find(self, state: RequestState, match: Match) -> list[int]:
         """The announced pages that go on where a match ends."""
-        pages = match.kv_indices.pages
+        pages = match.kv_indices.places
         past: Past = pages[-1] if pages else ("", state.request.extra_key)
         found: list[int] = []
         num_pages = len(state.tokens) // self.page_size

@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (6e539521): edit the chapter.
+# Exported from chapters/03_radix.py (1dd79c41): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -22,21 +22,20 @@ from minivllm.request import ExtraKey, TokenIds, check_extra_key
 
 
 class Slots(Sequence[int]):
-    """The slots of some pages, one for each token, expanded when asked for."""
+    """The slots of some pages, one for each token, expanded when asked for.
 
-    __slots__ = ("first_slots", "page_size")
+    `places` has one int for each page; its first slot is place * unit.
+    """
 
-    def __init__(self, first_slots: array[int], page_size: int) -> None:
-        self.first_slots = first_slots
+    __slots__ = ("page_size", "places", "unit")
+
+    def __init__(self, places: array[int], page_size: int, unit: int = 1) -> None:
+        self.places = places
         self.page_size = page_size
-
-    @property
-    def pages(self) -> list[int]:
-        """The page numbers, for slots that were given out in whole pages."""
-        return [slot // self.page_size for slot in self.first_slots]
+        self.unit = unit
 
     def __len__(self) -> int:
-        return len(self.first_slots) * self.page_size
+        return len(self.places) * self.page_size
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -48,11 +47,11 @@ class Slots(Sequence[int]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"slot {index} of {len(self)}")
         page, offset = divmod(index % len(self), self.page_size)
-        return self.first_slots[page] + offset
+        return self.places[page] * self.unit + offset
 
     def __iter__(self) -> Iterator[int]:
-        size = self.page_size
-        return chain.from_iterable(range(s, s + size) for s in self.first_slots)
+        size, firsts = self.page_size, (place * self.unit for place in self.places)
+        return chain.from_iterable(range(s, s + size) for s in firsts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -65,13 +64,13 @@ class Slots(Sequence[int]):
 class Node:
     """A run of pages without a fork.
 
-    `key` holds 4 bytes for each token, `first_slots` one int for each page. `locks`
+    `key` holds 4 bytes for each token, `places` one int for each page. `locks`
     counts the handles that end here and the children that are locked. A use is noted
     where it ends: a leaf's `last_access` and `num_hits` go to its parent when it goes.
     """
 
     key: bytes
-    first_slots: array[int]
+    places: array[int]
     parent: Node | None = None
     children: dict[bytes, Node] = field(default_factory=dict)
     locks: int = 0
@@ -121,10 +120,11 @@ class RadixCache:
     """Prefixes of token ids -> the slots that hold their K/V, shared and evictable.
 
     Sizes are in tokens. The tree owns no memory: `insert` tells it which slots hold
-    what, `evict` tells the caller which slots it no longer needs.
+    what, `evict` tells the caller which slots it no longer needs. `unit`: in what the
+    owner of the slots counts places, single slots (1) or whole pages (`page_size`).
     """
 
-    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+    def __init__(self, page_size: int, eviction: str = "lru", unit: int = 1) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         if eviction not in EVICTION:
@@ -134,6 +134,7 @@ class RadixCache:
         self.page_size = page_size
         self.total_size = 0
         self.protected_size = 0
+        self._unit = unit
         self._step = 4 * page_size  # bytes in a page of the key
         self._roots: dict[ExtraKey, Root] = {}
         self._clock = 0
@@ -148,24 +149,24 @@ class RadixCache:
 
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
         """Find the longest cached prefix, in whole pages. Changes nothing."""
-        key, firsts = token_bytes(token_ids), array("i")
+        key, places = token_bytes(token_ids), array("i")
         root = self._roots.get(extra_key)
-        end = None if root is None else self._walk(root, key, firsts)
-        slots = Slots(firsts, self.page_size)
+        end = None if root is None else self._walk(root, key, places)
+        slots = Slots(places, self.page_size, self._unit)
         return Match(len(slots), slots, key, extra_key, end, self._num_changes)
 
-    def _walk(self, node: Node, key: bytes, firsts: array[int]) -> End:
+    def _walk(self, node: Node, key: bytes, places: array[int]) -> End:
         """Follow `key` down from the end of a node, to where it leaves the tree.
 
-        Adds the first slots of the pages on the way to `firsts`.
+        Adds the places of the pages on the way to `places`.
         """
         at, step = 0, self._step
         while child := node.children.get(key[at : at + step]):
             if not key.startswith(child.key, at):
                 num_pages = shared_pages(child.key, key[at : at + len(child.key)], step)
-                firsts += child.first_slots[:num_pages]
+                places += child.places[:num_pages]
                 return child, num_pages * step
-            firsts += child.first_slots
+            places += child.places
             node, at = child, at + len(child.key)
         return node, len(node.key)
 
@@ -179,30 +180,30 @@ class RadixCache:
         its own slots: the caller still owns the ones that it passed for them.
         """
         num_pages = len(token_ids) // self.page_size
-        firsts = first_slots_of(kv_indices, num_pages, self.page_size)
+        places = places_of(kv_indices, num_pages, self.page_size, self._unit)
         if not num_pages:
             return 0
         key = token_bytes(token_ids)[: num_pages * self._step]
         self._clock += 1
-        end, known = self._enter(self._root(extra_key), key, firsts)
+        end, known = self._enter(self._root(extra_key), key, places)
         end.num_hits += 1
         self._settle(end)
         return len(known) * self.page_size
 
     def _enter(
-        self, node: Node, key: bytes, first_slots: array[int], num_own_locks: int = 0
+        self, node: Node, key: bytes, places: array[int], num_own_locks: int = 0
     ) -> tuple[Node, array[int]]:
         """Add what is missing below a node, and refresh the path.
 
-        Returns the end, and the first slots of the pages that were known.
+        Returns the end, and the places of the pages that were known.
         """
         known = array("i")
         end = self._node_at(self._walk(node, key, known))
         end.last_access = self._clock
-        if len(known) < len(first_slots):
+        if len(known) < len(places):
             own = num_own_locks if end is node else 0
             rest = key[len(known) * self._step :]
-            end = self._add(end, rest, first_slots[len(known) :], own)
+            end = self._add(end, rest, places[len(known) :], own)
         return end, known
 
     def _node_at(self, end: End) -> Node:
@@ -233,10 +234,9 @@ class RadixCache:
             if node.parent is not None:
                 yield node
 
-    def pages(self) -> list[int]:
-        """The pages of all cached tokens, for slots given out in whole pages."""
-        firsts = chain.from_iterable(node.first_slots for node in self.nodes())
-        return [slot // self.page_size for slot in firsts]
+    def places(self) -> list[int]:
+        """The places of all cached pages."""
+        return list(chain.from_iterable(node.places for node in self.nodes()))
 
     def _split(self, node: Node, num_bytes: int) -> Node:
         """Cut a node after `num_bytes`; return the new upper half.
@@ -250,26 +250,26 @@ class RadixCache:
         parent, cut = node.parent, num_bytes // self._step
         assert parent is not None
         self._num_changes += 1
-        upper = Node(node.key[:num_bytes], node.first_slots[:cut], parent)
+        upper = Node(node.key[:num_bytes], node.places[:cut], parent)
         upper.locks, upper.created = int(node.locks > 0), node.created
         parent.children[upper.key[: self._step]] = upper
-        node.key, node.first_slots = node.key[num_bytes:], node.first_slots[cut:]
+        node.key, node.places = node.key[num_bytes:], node.places[cut:]
         node.parent = upper
         upper.children[node.key[: self._step]] = node
         return upper
 
     def _add(
-        self, parent: Node, key: bytes, first_slots: array[int], num_own_locks: int
+        self, parent: Node, key: bytes, places: array[int], num_own_locks: int
     ) -> Node:
         """Hang pages on a node as a new leaf, or let a leaf grow; returns the end."""
         now = self._clock
-        leaf = Node(key, first_slots, parent, last_access=now, created=now)
+        leaf = Node(key, places, parent, last_access=now, created=now)
         self._num_changes += 1
         self.total_size += len(key) // 4
         alone = not parent.children and parent.locks == num_own_locks and parent.key
         if alone and self._priority(parent) == self._priority(leaf):
             parent.key += key
-            parent.first_slots += first_slots
+            parent.places += places
             self.protected_size += len(key) // 4 * num_own_locks
             return parent
         parent.children[key[: self._step]] = leaf
@@ -282,15 +282,15 @@ class RadixCache:
         has locked. The caller gets the slots back and may reuse them at once.
         """
         num_pages = -(-index(num_tokens) // self.page_size)
-        firsts = array("i", self.evict_pages(num_pages))
-        return list(Slots(firsts, self.page_size))
+        places = array("i", self.evict_pages(num_pages))
+        return list(Slots(places, self.page_size, self._unit))
 
     def evict_pages(self, num_pages: int) -> list[int]:
-        """`evict` counted in pages; returns the first slot of each page."""
+        """`evict` counted in pages; returns the place of each page."""
         freed: list[int] = []
         while len(freed) < num_pages and (leaf := self._leaves.pop()):
-            keep = max(0, len(leaf.first_slots) - (num_pages - len(freed)))
-            freed += leaf.first_slots[keep:][::-1]
+            keep = max(0, len(leaf.places) - (num_pages - len(freed)))
+            freed += leaf.places[keep:][::-1]
             self._trim(leaf, keep)
         self.total_size -= len(freed) * self.page_size
         return freed
@@ -300,7 +300,7 @@ class RadixCache:
         self._num_changes += 1
         if num_pages:
             leaf.key = leaf.key[: num_pages * self._step]
-            leaf.first_slots = leaf.first_slots[:num_pages]
+            leaf.places = leaf.places[:num_pages]
             self._leaves.push(leaf)
             return
         parent, leaf.parent = leaf.parent, None
@@ -326,10 +326,10 @@ class RadixCache:
     def _end_of(self, match: Match) -> End:
         if match.end and match.num_changes == self._num_changes:
             return match.end
-        key, firsts = match.key[: 4 * match.matched_len], array("i")
+        key, places = match.key[: 4 * match.matched_len], array("i")
         root = self._roots.get(match.extra_key) if key else self._root(match.extra_key)
-        end = None if root is None else self._walk(root, key, firsts)
-        if end is None or firsts != match.kv_indices.first_slots:
+        end = None if root is None else self._walk(root, key, places)
+        if end is None or places != match.kv_indices.places:
             n = match.matched_len
             raise StaleMatch(f"the {n} tokens of the match were evicted or moved")
         return end
@@ -364,27 +364,27 @@ class RadixCache:
             node = node.parent
 
     def extend(
-        self, handle: Handle, token_ids: TokenIds, first_slots: array[int]
+        self, handle: Handle, token_ids: TokenIds, places: array[int]
     ) -> tuple[int, array[int]]:
         """Enter whole pages below a locked prefix; the lock moves to their end.
 
-        `token_ids` are those after the prefix, `first_slots` one slot a page. Returns
-        how many of the tokens were known, and the first slots of their pages now.
+        `token_ids` are those after the prefix, `places` one int a page. Returns how
+        many of the tokens were known, and the places of their pages now.
         """
         node = self._locked(handle)
-        key = token_bytes(token_ids)[: len(first_slots) * self._step]
-        if len(key) < len(first_slots) * self._step:
-            raise ValueError(f"{len(first_slots)} pages for {len(token_ids)} tokens")
+        key = token_bytes(token_ids)[: len(places) * self._step]
+        if len(key) < len(places) * self._step:
+            raise ValueError(f"{len(places)} pages for {len(token_ids)} tokens")
         self._clock += 1
         size = self.total_size
-        end, known = self._enter(node, key, first_slots, num_own_locks=1)
+        end, known = self._enter(node, key, places, num_own_locks=1)
         if end is not node:
             self._pin(end)
             self._unpin(node)
             handle.node = end
         num_pages = len(known) + (self.total_size - size) // self.page_size
-        slots = known + first_slots[len(known) : num_pages]
-        return len(known) * self.page_size, slots
+        now = known + places[len(known) : num_pages]
+        return len(known) * self.page_size, now
 
     def evictable_len(self, match: Match) -> int:
         """How many tokens of a match nobody has locked: a lock would pin them."""
@@ -404,7 +404,7 @@ class RadixCache:
         total = protected = 0
         for node in self.nodes():
             assert node.parent is not None and node.key
-            assert len(node.key) == len(node.first_slots) * self._step
+            assert len(node.key) == len(node.places) * self._step
             assert node.parent.children[node.key[: self._step]] is node
             locked = sum(child.locks > 0 for child in node.children.values())
             assert node.locks >= locked, "a path is locked from its end up"
@@ -429,17 +429,21 @@ def shared_pages(one: bytes, other: bytes, step: int) -> int:
     return low
 
 
-def first_slots_of(slots: Sequence[int], num_pages: int, page_size: int) -> array[int]:
-    """The first slot of each page; `ValueError` if a page's are not consecutive."""
+def places_of(
+    slots: Sequence[int], num_pages: int, page_size: int, unit: int
+) -> array[int]:
+    """The place of each page; `ValueError` if its slots are not consecutive."""
     size, end = page_size, num_pages * page_size
     if len(slots) < end:
         raise ValueError(f"{len(slots)} slots for {end} tokens")
-    if type(slots) is Slots and slots.page_size == size:
-        return slots.first_slots[:num_pages]
+    if type(slots) is Slots and (slots.page_size, slots.unit) == (size, unit):
+        return slots.places[:num_pages]
     firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
     if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
         raise ValueError("the slots of one page must be consecutive")
-    return array("i", list(firsts))
+    if unit > 1 and any(first % unit for first in firsts):
+        raise ValueError(f"a page must begin at a multiple of {unit} slots")
+    return array("i", list(firsts) if unit == 1 else [s // unit for s in firsts])
 
 
 Entry = tuple[int, int, Node]  # priority, serial number, leaf

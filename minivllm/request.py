@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (034ecc35): edit the chapter.
+# Exported from chapters/01_kv_cache.py (1b1151d6): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -138,7 +138,7 @@ class Request:
     arrival_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds of the engine's clock."""
 
@@ -159,7 +159,7 @@ class RequestMetrics:
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One continuation; `finish_reason` is stop, length, abort, error, or None."""
 
@@ -169,7 +169,7 @@ class CompletionOutput:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request after a step; final when `finished`.
 

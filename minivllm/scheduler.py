@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (9b0ad38f): edit the chapter.
+# Exported from chapters/07_engine.py (a1c65e66): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -179,8 +179,9 @@ class Scheduler:
         if self.counters.preemptions == preemptions:  # pages are short: let nobody in
             num_tokens = sum(len(chunk.token_ids) for chunk in batch)
             batch += self._admit(self.max_batch_tokens - num_tokens)
-        sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
-        self.observer("schedule", chunks=sizes)
+        if self.observer is not ignore:
+            sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
+            self.observer("schedule", chunks=sizes)
         return batch
 
     def _continue_running(self) -> list[Chunk]:
@@ -301,12 +302,13 @@ class Scheduler:
 
     def commit(self, state: RequestState, chunk: Chunk) -> None:
         """The forward pass wrote this chunk's K/V: count it and move on."""
-        fresh = max(chunk.start, min(state.high_water, chunk.end))
-        prompt_end = len(state.request.prompt_token_ids)
+        end, prompt_end = chunk.end, len(state.request.prompt_token_ids)
+        fresh = max(chunk.start, min(state.high_water, end))
         self.counters.recomputed_tokens += fresh - chunk.start
-        self.counters.prefill_tokens += max(0, min(chunk.end, prompt_end) - fresh)
-        state.num_committed = chunk.end
-        state.high_water = max(state.high_water, chunk.end)
+        if fresh < prompt_end:
+            self.counters.prefill_tokens += min(end, prompt_end) - fresh
+        state.num_committed = end
+        state.high_water = max(state.high_water, end)
 
     def stats(self) -> dict[str, int]:
         """Queue lengths and counters."""

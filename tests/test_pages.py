@@ -163,7 +163,7 @@ def look_up_all(index, prompts):
         told |= {slot: tuple(tokens[: i + 2]) for i, slot in enumerate(slots)}
         for prompt in prompts:
             wanted = [token for page in prompt for token in page]
-            for i, slot in enumerate(index.match_prefix(wanted).kv_indices.first_slots):
+            for i, slot in enumerate(index.match_prefix(wanted).kv_indices.places):
                 assert told[slot] == tuple(wanted[: 2 * i + 2])
     index.check()
 
@@ -294,7 +294,7 @@ class NotFull(PrefixCache):
 
 class PinsLate(PrefixCache):
     def acquire(self, match, num_tokens):
-        missing = self.pages_for(num_tokens) - len(match.kv_indices.pages)
+        missing = self.pages_for(num_tokens) - len(match.kv_indices.places)
         self._evict(max(0, missing - self.pool.num_free))
         return super().acquire(match, num_tokens)
 
@@ -342,7 +342,7 @@ def test_a_planted_fault_is_found(fault, index):
 
 def evict_under_a_lease(cache, lease, _):
     cache.index.unlock(lease.handle)
-    cache.pool.free([slot // 4 for slot in cache.index.evict_pages(3)])
+    cache.pool.free(cache.index.evict_pages(3))
 
 
 SPOILED = {

@@ -119,7 +119,7 @@ class Comparison(RuleBasedStateMachine):
         expected = self.twin.match(tokens, extra)
         for index in self.indexes:
             match = index.match_prefix(tokens, extra)
-            assert list(match.kv_indices.first_slots) == expected
+            assert list(match.kv_indices.places) == expected
             assert (
                 match.matched_len
                 == len(expected) * self.page_size

@@ -15,7 +15,7 @@ from simulated import COST, PAGE, VOCAB, fingerprint, make_engine, make_simulate
 
 from minivllm.batch import Chunk
 from minivllm.engine import PublishAtFinish, PublishEachStep
-from minivllm.events import EventLog
+from minivllm.events import EventLog, ignore
 from minivllm.request import SamplingParams, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.simulation import (
@@ -383,9 +383,10 @@ def test_a_hundred_thousand_requests(capsys):
             yield Arrival(i / 100, rng.choice(heads) + tail, params)
 
     cost = SerialPrefill(0.0003, 0.0001, 0.005, 0.05)
-    engine, clock = make_simulated(8_000, cost)
+    engine, clock = make_simulated(8_000, cost, log=ignore)
+    coming = Arrivals(arrivals())
     start_s = time.perf_counter()
-    count = sum(1 for _ in simulate(engine, clock, Arrivals(arrivals())))
+    count = sum(1 for _ in simulate(engine, clock, coming))
     with capsys.disabled():
         print(f"\n100,000 requests in {time.perf_counter() - start_s:.0f} s")
     assert count == 100_000 and not engine.has_unfinished()
