@@ -448,7 +448,7 @@ its owner: pages with the prefix cache, queues with the scheduler.
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 TokenIds = Sequence[int]  # any sequence of ints, or an encoded array("i")
@@ -487,7 +487,8 @@ class SamplingParams:
     """How to choose the output tokens of one request.
 
     `max_tokens` None means: up to the end of the model's context. `temperature` 0 is
-    greedy. `top_k` 0 or -1 keeps all tokens. `stop` strings end the text and are not
+    greedy. `top_k` 0 or -1 keeps all tokens. `n` continuations of one prompt are drawn
+    with the seeds `seed`, `seed` + 1 and so on. `stop` strings end the text and are not
     part of it; `stop_token_ids` and the model's own end tokens (unless `ignore_eos`)
     end the output and stay in `token_ids`. Raises `ValueError` for bad values.
     """
@@ -498,6 +499,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    n: int = 1
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
@@ -532,6 +534,11 @@ class SamplingParams(SamplingParams):
 
 # %% export="request.py"
 class SamplingParams(SamplingParams):
+    def of_continuation(self, index: int) -> "SamplingParams":
+        """What holds for one of the `n`."""
+        seed = None if self.seed is None else self.seed + index
+        return self if self.n == 1 else replace(self, n=1, seed=seed)
+
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (
@@ -552,6 +559,11 @@ class SamplingParams(SamplingParams):
                 self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
                 f"seed must be a whole number, not {self.seed!r}",
             ),
+            (_is_int(self.n, 1), f"n must be a whole number >= 1, not {self.n!r}"),
+            (
+                self.n == 1 or self.temperature >= GREEDY_BELOW,
+                f"n must be 1 at temperature 0, not {self.n}: all would be equal",
+            ),
             (
                 all(isinstance(s, str) and s for s in self.stop or ()),
                 f"stop strings must be non-empty text, not {self.stop!r}",
@@ -563,6 +575,7 @@ class SamplingParams(SamplingParams):
         ]
 
 
+GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 SEEDS = 2**64  # seeds lie between minus and plus this
 
 

@@ -355,7 +355,10 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """Told about every transition: a kind such as "evict", and its details."""
+    """Told about every transition: a kind such as "evict", and its details.
+
+    It is called in the middle of a change, so it must not call the engine or the cache.
+    """
 
     def __call__(self, kind: str, /, **details: object) -> None: ...
 

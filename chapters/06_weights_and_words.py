@@ -771,10 +771,8 @@ import torch
 from torch import Tensor
 
 from minivllm.batch import Chunk
-from minivllm.request import SamplingParams
+from minivllm.request import GREEDY_BELOW, SamplingParams
 from minivllm.runner import greedy
-
-GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 
 
 class Sampler:

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (1f42bb4d): edit the chapter.
+# Exported from chapters/14_llm.py (0c0bcce0): edit the chapter.
 """The command line: `minivllm generate`."""
 
 import json
@@ -66,6 +66,7 @@ def generate(
     ] = 0,
     top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Least share of the likeliest.")] = 0.0,
+    n: Annotated[int, typer.Option(help="Continuations of each prompt.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End the text here.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
     as_json: Annotated[
@@ -75,7 +76,14 @@ def generate(
 ) -> None:
     """Continue one or more prompts."""
     params = SamplingParams(
-        max_tokens, temperature, top_k, top_p, min_p, stop=stop, ignore_eos=ignore_eos
+        max_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        n=n,
+        stop=stop,
+        ignore_eos=ignore_eos,
     )
     EngineOptions(**options)  # a bad value is told before the model is loaded
     from minivllm.llm import LLM  # torch begins here
@@ -84,7 +92,7 @@ def generate(
     for output in outputs:
         metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
         show(asdict(output) | {"metrics": metrics}, as_json)
-    if any(output.outputs[0].finish_reason == "error" for output in outputs):
+    if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(1)
 
 

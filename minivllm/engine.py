@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (737ccbf4): edit the chapter.
+# Exported from chapters/07_engine.py (c9371cba): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from minivllm.batch import Chunk
@@ -168,8 +169,13 @@ class Limits:
 
 @dataclass(eq=False)
 class Progress:
-    """What the engine remembers of a live request, beside the scheduler's state."""
+    """What the engine remembers of one continuation, beside the scheduler's state.
 
+    `name` is the id of the request that it belongs to; the metrics of a request are
+    those of its first continuation.
+    """
+
+    name: str
     state: RequestState
     writer: Writer
     metrics: RequestMetrics
@@ -201,8 +207,9 @@ class Engine:
         self.clock = clock or WallClock()
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
-        self._live: dict[str, Progress] = {}
-        self._untold: dict[str, Progress] = {}  # ended, and not reported yet
+        self._live: dict[str, Progress] = {}  # continuations that have not ended
+        self._requests: dict[str, list[Progress]] = {}  # those with one that is live
+        self._untold: dict[str, list[Progress]] = {}  # with an end not reported yet
         self._cut_short = False
         self._num_submitted = 0
 
@@ -257,18 +264,26 @@ class Engine:
         check_extra_key(extra_key)
         if type(priority) is not int:
             raise ValueError(f"priority must be a whole number, not {priority!r}")
-        number, now = self._num_submitted, self.clock.now()
-        request = Request(str(number), ids, params, extra_key, priority, number, now)
-        state = RequestState(request, ids[:], max_output, priority)
-        progress = Progress(state, self.writers(ids, params), RequestMetrics(now))
-        with self._change():
-            self._enter(progress)
-        return request.request_id
+        name, now, family = str(self._num_submitted), self.clock.now(), []
+        for i in range(params.n):
+            number, own = self._num_submitted + i, params.of_continuation(i)
+            request = Request(str(number), ids, own, extra_key, priority, number, now)
+            state = RequestState(request, ids[:], max_output, priority)
+            writer = self.writers(ids, own)
+            family.append(Progress(name, state, writer, RequestMetrics(now)))
+        self._enter(family)
+        return name
 
-    def _enter(self, progress: Progress) -> None:
+    def _enter(self, family: list[Progress]) -> None:
+        with self._change():
+            self._num_submitted += len(family)
+            self._requests[family[0].name] = family
+            for progress in family:
+                self._admit(progress)
+
+    def _admit(self, progress: Progress) -> None:
         state, request = progress.state, progress.state.request
         request_id, ids = request.request_id, request.prompt_token_ids
-        self._num_submitted += 1
         self._live[request_id] = progress
         role = self.coordinator.admit(request_id, ids, request.extra_key)
         progress.held = role == "follower"
@@ -286,7 +301,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether any request is still to be worked on, or to be reported."""
-        return bool(self._live or self._untold)
+        return bool(self._requests or self._untold)
 
     def step(self) -> list[RequestOutput]:
         """One forward pass for those scheduled; the outputs of those that advanced."""
@@ -304,9 +319,9 @@ class Engine:
 
     def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
         """Their outputs, and those of all that ended untold; then these are told."""
-        here = {progress.state.request.request_id for progress in advanced}
-        late = [p for name, p in self._untold.items() if name not in here]
-        outputs = [self._output(progress) for progress in [*late, *advanced]]
+        names = [p.name for p in advanced if p.name in self._requests]
+        told = self._untold | {name: self._requests[name] for name in names}
+        outputs = [self._output(family) for family in told.values()]
         self._untold = {}
         return outputs
 
@@ -325,9 +340,9 @@ class Engine:
 
     def _append(self, progress: Progress, token: int) -> None:
         progress.state.tokens.append(token)
-        if progress.metrics.first_token_s is None:
-            came = progress.metrics.arrival_s
-            progress.metrics = RequestMetrics(came, self.clock.now())
+        metrics = self._requests[progress.name][0].metrics
+        if metrics.first_token_s is None:
+            metrics.first_token_s = self.clock.now()
         progress.finish_reason = self._why_last(progress, token)
 
     def _why_last(self, progress: Progress, token: int) -> str | None:
@@ -355,10 +370,12 @@ class Engine:
                 self._retire(progress)
 
     def _retire(self, progress: Progress) -> None:
-        """An ended request waits in `_untold` until its output has been written."""
-        request_id = progress.state.request.request_id
-        self._untold[request_id] = progress
-        del self._live[request_id]
+        """What has ended waits in `_untold` until its output has been written."""
+        family = self._requests[progress.name]
+        self._untold[progress.name] = family
+        del self._live[progress.state.request.request_id]
+        if not any(p.state.request.request_id in self._live for p in family):
+            del self._requests[progress.name]
 
     def _show(self, progress: Progress) -> None:
         state, reason = progress.state, progress.finish_reason
@@ -387,8 +404,9 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is unknown or has ended."""
         self._mend()
-        if request_id in self._live:
-            self._end(request_id, "abort")
+        for progress in reversed(self._requests.get(request_id, ())):
+            if progress.finish_reason is None:  # followers first
+                self._end(progress.state.request.request_id, "abort")
         if request_id not in self._untold:
             return None
         output = self._output(self._untold[request_id])
@@ -417,24 +435,21 @@ class Engine:
             logger.exception("the text of a request cannot be written")
             return ""
 
-    def _output(self, progress: Progress) -> RequestOutput:
+    def _completion(self, index: int, progress: Progress) -> CompletionOutput:
         state, reason = progress.state, progress.finish_reason
-        if progress.prompt_ids is None:
-            progress.prompt_ids = list(state.request.prompt_token_ids)
-        prompt_ids = progress.prompt_ids  # the same list in every output
         output_ids = state.tokens[len(state.request.prompt_token_ids) :].tolist()
-        text = self._text(progress)
-        metrics, cached = progress.metrics, state.num_cached_tokens or 0
-        if reason is not None:
-            came, first, now = (
-                metrics.arrival_s,
-                metrics.first_token_s,
-                self.clock.now(),
-            )
-            metrics = RequestMetrics(came, first, now)
-        done = [CompletionOutput(0, text, output_ids, reason)]
-        name, finished = state.request.request_id, reason is not None
-        return RequestOutput(name, prompt_ids, cached, done, finished, metrics)
+        return CompletionOutput(index, self._text(progress), output_ids, reason)
+
+    def _output(self, family: Sequence[Progress]) -> RequestOutput:
+        head, finished = family[0], all(p.finish_reason for p in family)
+        if head.prompt_ids is None:
+            head.prompt_ids = list(head.state.request.prompt_token_ids)
+        prompt_ids = head.prompt_ids  # the same list in every output
+        came, first = head.metrics.arrival_s, head.metrics.first_token_s
+        metrics = RequestMetrics(came, first, self.clock.now() if finished else None)
+        done = [self._completion(i, progress) for i, progress in enumerate(family)]
+        cached = head.state.num_cached_tokens or 0
+        return RequestOutput(head.name, prompt_ids, cached, done, finished, metrics)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -449,11 +464,13 @@ class Engine:
         if not self._cut_short:
             return
         self.scheduler.start_over()
-        for request_id, progress in reversed(self._live.items()):  # followers first
+        everybody = list(chain.from_iterable(self._requests.values()))
+        for progress in reversed(everybody):  # followers first
             progress.finish_reason = progress.finish_reason or "error"
             with suppress(LookupError):  # it may not have come so far, or have left
-                self.coordinator.aborted(request_id)
-        self._untold, self._live = self._untold | self._live, {}
+                self.coordinator.aborted(progress.state.request.request_id)
+        self._untold |= self._requests
+        self._requests, self._live = {}, {}
         self._cut_short = False
 
     def stats(self) -> dict[str, int]:

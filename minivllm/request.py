@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (1b1151d6): edit the chapter.
+# Exported from chapters/01_kv_cache.py (c17616bc): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 TokenIds = Sequence[int]  # any sequence of ints, or an encoded array("i")
@@ -37,7 +37,8 @@ class SamplingParams:
     """How to choose the output tokens of one request.
 
     `max_tokens` None means: up to the end of the model's context. `temperature` 0 is
-    greedy. `top_k` 0 or -1 keeps all tokens. `stop` strings end the text and are not
+    greedy. `top_k` 0 or -1 keeps all tokens. `n` continuations of one prompt are drawn
+    with the seeds `seed`, `seed` + 1 and so on. `stop` strings end the text and are not
     part of it; `stop_token_ids` and the model's own end tokens (unless `ignore_eos`)
     end the output and stay in `token_ids`. Raises `ValueError` for bad values.
     """
@@ -48,6 +49,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    n: int = 1
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
@@ -66,6 +68,11 @@ class SamplingParams:
             broken = [str(error)]
         if broken:
             raise ValueError(f"SamplingParams: {broken[0]}")
+
+    def of_continuation(self, index: int) -> SamplingParams:
+        """What holds for one of the `n`."""
+        seed = None if self.seed is None else self.seed + index
+        return self if self.n == 1 else replace(self, n=1, seed=seed)
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
@@ -87,6 +94,11 @@ class SamplingParams:
                 self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
                 f"seed must be a whole number, not {self.seed!r}",
             ),
+            (_is_int(self.n, 1), f"n must be a whole number >= 1, not {self.n!r}"),
+            (
+                self.n == 1 or self.temperature >= GREEDY_BELOW,
+                f"n must be 1 at temperature 0, not {self.n}: all would be equal",
+            ),
             (
                 all(isinstance(s, str) and s for s in self.stop or ()),
                 f"stop strings must be non-empty text, not {self.stop!r}",
@@ -98,6 +110,7 @@ class SamplingParams:
         ]
 
 
+GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 SEEDS = 2**64  # seeds lie between minus and plus this
 
 

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (221704ab): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (35fc3ffe): edit the chapter.
 """From logits to token ids."""
 
 import math
@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from minivllm.batch import Chunk
-from minivllm.request import SamplingParams
+from minivllm.request import GREEDY_BELOW, SamplingParams
 from minivllm.runner import greedy
-
-GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 
 
 class Sampler:

@@ -788,6 +788,7 @@ def under_pressure():
 
 ACTIONS = {
     "submit": lambda engine: engine.submit([1] * 9, SamplingParams(max_tokens=4)),
+    "submit two": lambda engine: engine.submit([1] * 9, SamplingParams(4, n=2)),
     "step": lambda engine: [engine.step() for _ in range(4)],
     "abort": lambda engine: engine.abort("1"),
 }
@@ -801,7 +802,7 @@ def test_an_interrupt_at_any_line(action, then):
         engine = under_pressure()
         if not interrupted_at(number, partial(action, engine)):
             break
-        live = {**engine._live, **engine._untold}
+        live = {**engine._requests, **engine._untold}
         if then == "abort":
             ended = {name: engine.abort(name) for name in live}
             assert not engine.has_unfinished() and engine.step() == []
