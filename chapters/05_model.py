@@ -176,7 +176,8 @@ class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
     `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context], `mask` [new, context] is None if causality asks for none.
+    [context]. `mask` [new, context] is None for a single token, and for a chunk that
+    begins its prompt: there the first token sees one, the second two, and so on.
     """
 
     rows: slice
@@ -233,7 +234,8 @@ def _write_slots(chunk: Chunk, page_size: int, scratch_page: int) -> list[int]:
 # %% [markdown]
 # Three small helpers make the tensors: numbers as indices, the slots of a context, and the
 # mask that lets each new token look at everything up to itself. A decode step needs no mask, since
-# nothing comes after its token.
+# nothing comes after its token. A chunk at the beginning of its prompt needs none either: its mask
+# would be a triangle, which PyTorch knows by name, and half of which it need not compute.
 
 
 # %% export="attention.py"
@@ -249,7 +251,7 @@ def _context_slots(chunk: Chunk, page_size: int, device: torch.device) -> Tensor
 
 def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
     """True where a new token may look: at everything up to itself."""
-    if len(chunk.token_ids) == 1:
+    if len(chunk.token_ids) == 1 or chunk.start == 0:
         return None
     queries = torch.arange(chunk.start, chunk.end)[:, None]
     return (torch.arange(chunk.end)[None, :] <= queries).to(device)
@@ -337,6 +339,7 @@ class PagedAttention(PagedAttention):
             keys[None],
             values[None],
             attn_mask=chunk.mask,
+            is_causal=chunk.mask is None and len(query) > 1,
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (0a775a2c): edit the chapter.
+# Exported from chapters/05_model.py (649fd84d): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
     `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context], `mask` [new, context] is None if causality asks for none.
+    [context]. `mask` [new, context] is None for a single token, and for a chunk that
+    begins its prompt: there the first token sees one, the second two, and so on.
     """
 
     rows: slice
@@ -75,7 +76,7 @@ def _context_slots(chunk: Chunk, page_size: int, device: torch.device) -> Tensor
 
 def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
     """True where a new token may look: at everything up to itself."""
-    if len(chunk.token_ids) == 1:
+    if len(chunk.token_ids) == 1 or chunk.start == 0:
         return None
     queries = torch.arange(chunk.start, chunk.end)[:, None]
     return (torch.arange(chunk.end)[None, :] <= queries).to(device)
@@ -107,6 +108,7 @@ class PagedAttention:
             keys[None],
             values[None],
             attn_mask=chunk.mask,
+            is_causal=chunk.mask is None and len(query) > 1,
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)

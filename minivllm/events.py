@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (b9a10a13): edit the chapter.
+# Exported from chapters/04_pages.py (92d9977a): edit the chapter.
 """What happened, in order: the one way to look into a running engine."""
 
 from collections import deque
@@ -8,7 +8,10 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """Told about every transition: a kind such as "evict", and its details."""
+    """Told about every transition: a kind such as "evict", and its details.
+
+    It is called in the middle of a change, so it must not call the engine or the cache.
+    """
 
     def __call__(self, kind: str, /, **details: object) -> None: ...
 
