@@ -768,18 +768,18 @@ class WaitForPrefix:
 
     It waits for a running request, or one that is planned before it, whose prompt goes
     on like its own for at least `min_pages` pages beyond what is cached. Nothing is
-    remembered: each step asks anew. Who was passed over `max_passed` times waits no
-    more. Wraps the grouping of a scheduler; pages must be published while their owner
-    runs.
+    remembered: each step asks anew. Who was passed over in `max_passes` steps waits no
+    more. Wraps the grouping of a scheduler; a prompt must be published, at the latest,
+    when it is computed.
     """
 
     def __init__(
-        self, scheduler: Scheduler, min_pages: int, max_passed: int = 64
+        self, scheduler: Scheduler, min_pages: int, max_passes: int = 64
     ) -> None:
         self.scheduler = scheduler
         self.grouping = scheduler.grouping
         self.min_pages = min_pages
-        self.max_passed = max_passed
+        self.max_passes = max_passes
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """The choice of the grouping."""
@@ -789,7 +789,7 @@ class WaitForPrefix:
         self, state: RequestState, num_cached: int, computing: Sequence[RequestState]
     ) -> bool:
         end = num_cached + self.min_pages * self.scheduler.cache.page_size
-        if end > len(state.tokens) or state.num_passed >= self.max_passed:
+        if end > len(state.tokens) or state.num_passed >= self.max_passes:
             return False
         key, head = state.request.extra_key, state.tokens[:end]
         return any(
@@ -845,27 +845,33 @@ def with_tail(num_shared: int, number: int, num_own: int = 13) -> list[int]:
     return [7 * i % VOCAB for i in range(num_shared)] + [40_000 + number] * num_own
 
 
-burst = [with_tail(480, i) for i in range(8)]
-for budget in (512, 2_048, 8_192):
+burst, long_burst = ([with_tail(n, i) for i in range(8)] for n in (480, 2_000))
+for prompts, budget in (
+    *((burst, budget) for budget in (512, 2_048, 8_192)),
+    (long_burst, 512),
+):
     for label, waits in (("alone", None), ("patient", Patient)):
-        run = serve_mixed(burst, waits, max_batch_tokens=budget)
+        run = serve_mixed(prompts, waits, max_batch_tokens=budget)
         print(
-            f"budget {budget:5}, {label:7} {run.stats['prefill_tokens']:5} prompt tokens "
-            f"computed · mean TTFT {run.ttft:.2f}"
+            f"{len(prompts[0]):5,} each, budget {budget:5,}, {label:7} "
+            f"{run.stats['prefill_tokens']:5,} computed · mean TTFT {run.ttft:.2f}"
         )
 
 # %% [markdown]
 # Eight prompts with 480 tokens in common need [584](#burst) tokens of work. Patient, they cost
 # that with any budget. Alone they cost up to [3,944](#burst), and the more room a step has, the
-# worse: all who start in one step start cold.
+# worse: all who start in one step start cold. The last two lines have prompts of four steps.
+# There the second request starts beside the first one's last chunk, finds what three steps have
+# shown, and computes that chunk again: [2,568](#burst) tokens and not [2,104](#burst).
 #
 # How long does a request wait? Those who run are served first, each with all that the budget
 # allows. So a step that has room for somebody new has computed the rest of *every* prompt that
 # was running, and if the pages are shown, nobody has to wait for these in the next one. A wait
-# costs one step, the one in which the request could have started. It can happen again, when
-# somebody who was admitted before it shares more of its prompt; but each time k of its own
-# pages have appeared. (Only an abort, a failure or an eviction can take that back.) And nobody
-# waits for ever: the first in the plan has nobody before it, and whoever runs moves on.
+# costs one step, the one in which the request could have started. It can happen again, if
+# somebody who starts before it shares more of its prompt; but each time k of its own pages have
+# appeared. (Only an abort, a failure or an eviction can take that back.) And nobody waits for
+# ever: the first in the plan has nobody before it, and whoever runs moves on. If the one who
+# computes hangs up, fails or is preempted, there is nothing to repair: the next plan asks again.
 #
 # ## The seat that was given up
 #
@@ -889,7 +895,9 @@ for label, run in given_up.items():
 #
 # So who comes after one that waits may go first only if this step has room for all of its
 # prompt. Then it has nothing left to compute when the wait is over. The first one that is
-# longer ends the plan, as in any queue that keeps its order.
+# longer ends the plan, as in any queue that keeps its order. (Those who wait are passed over all
+# the same. Chapter 12 promises that this happens in `max_passes` steps at most, so who has
+# reached them waits for nobody.)
 
 
 # %% export="single_flight.py"
@@ -907,7 +915,7 @@ class WaitForPrefix(WaitForPrefix):
             if self._waits(state, num_cached, computing):
                 held = True
                 scheduler.observer("wait", request_id=state.request.request_id)
-            elif held and num_tokens > room:
+            elif len(planned) == num_seats or (held and num_tokens > room):
                 break
             else:
                 planned.append(state)

@@ -1,4 +1,4 @@
-# Exported from chapters/10_single_flight.py (b3fc92d7): edit the chapter.
+# Exported from chapters/10_single_flight.py (45acfd87): edit the chapter.
 """Requests with one input wait for one of them to compute its prefix."""
 
 from __future__ import annotations
@@ -184,18 +184,18 @@ class WaitForPrefix:
 
     It waits for a running request, or one that is planned before it, whose prompt goes
     on like its own for at least `min_pages` pages beyond what is cached. Nothing is
-    remembered: each step asks anew. Who was passed over `max_passed` times waits no
-    more. Wraps the grouping of a scheduler; pages must be published while their owner
-    runs.
+    remembered: each step asks anew. Who was passed over in `max_passes` steps waits no
+    more. Wraps the grouping of a scheduler; a prompt must be published, at the latest,
+    when it is computed.
     """
 
     def __init__(
-        self, scheduler: Scheduler, min_pages: int, max_passed: int = 64
+        self, scheduler: Scheduler, min_pages: int, max_passes: int = 64
     ) -> None:
         self.scheduler = scheduler
         self.grouping = scheduler.grouping
         self.min_pages = min_pages
-        self.max_passed = max_passed
+        self.max_passes = max_passes
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """The choice of the grouping."""
@@ -205,7 +205,7 @@ class WaitForPrefix:
         self, state: RequestState, num_cached: int, computing: Sequence[RequestState]
     ) -> bool:
         end = num_cached + self.min_pages * self.scheduler.cache.page_size
-        if end > len(state.tokens) or state.num_passed >= self.max_passed:
+        if end > len(state.tokens) or state.num_passed >= self.max_passes:
             return False
         key, head = state.request.extra_key, state.tokens[:end]
         return any(
@@ -230,7 +230,7 @@ class WaitForPrefix:
             if self._waits(state, num_cached, computing):
                 held = True
                 scheduler.observer("wait", request_id=state.request.request_id)
-            elif held and num_tokens > room:
+            elif len(planned) == num_seats or (held and num_tokens > room):
                 break
             else:
                 planned.append(state)

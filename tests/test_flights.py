@@ -9,7 +9,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
-from test_policies import CheckedEngine, Life, check, check_idle
+from test_policies import CheckedEngine, Life, check, check_idle, enough_steps
 from test_policies import make_engine as make_any_engine
 
 from minivllm.engine import Engine, Limits
@@ -462,3 +462,14 @@ def test_a_planted_fault_is_found(monkeypatch):
         )
         with pytest.raises(AssertionError):
             test_early_release_publishes_the_prompt_under_every_policy()
+
+
+def test_who_is_never_released_is_missed(monkeypatch):
+    """The bound on the steps is no decoration."""
+    monkeypatch.setattr(Engine, "_release", lambda self, request_ids: None)
+    engine = make_engine("completion")
+    [submit(engine) for _ in range(2)]
+    for _ in range(enough_steps(engine)):
+        engine.step()
+    with pytest.raises(AssertionError):
+        check_idle(engine)

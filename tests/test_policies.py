@@ -347,6 +347,12 @@ class Life(RuleBasedStateMachine):
             assert output.outputs[0].finish_reason == "abort"
             self.end(output)
 
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        running = self.engine.scheduler.running
+        self.engine.scheduler.preempt(data.draw(st.sampled_from(running)))
+
     @rule(after=st.integers(1, 3))
     def let_a_pass_fail(self, after):
         self.engine.runner.fail.add(self.engine.runner.num_runs + after)
