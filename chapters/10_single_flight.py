@@ -137,12 +137,13 @@ for num_requests in (2, 8):
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from minivllm.engine import Publisher
 from minivllm.hashing import token_bytes
 from minivllm.publication import PublishPrompt
 from minivllm.request import ExtraKey, TokenIds, check_extra_key
-from minivllm.scheduler import RequestState
+from minivllm.scheduler import RequestState, Scheduler
 
 RELEASES = ("completion", "prefill")
 FlightKey = tuple[bytes, ExtraKey]
@@ -723,9 +724,7 @@ run_all(engine)
 print({name: engine.stats()[name] for name in ("flights", "followers", "held")})
 
 # %% [markdown]
-# The leader and the stranger run, [7](#slots) are held and cost nothing.
-#
-# ## What it does not do
+# ## Those who share a part
 #
 # Two prompts with 480 tokens in common and 13 of their own are strangers to a coordinator that
 # compares whole inputs:
@@ -746,11 +745,267 @@ print("480 of 493 equal: cached, followers", pair(prompt[:480] + [1] * 13))
 # %% [markdown]
 # The second pair reuses [0](#strangers) tokens, exactly as the twins of the prologue. Most
 # requests that share something share a system prompt, so for most traffic single-flight does
-# nothing. Chapter 12 asks who should ride in one step, and with whom.
+# nothing.
 #
-# It also waits when there is nothing to gain. A prompt shorter than a page has no full page to
-# share, and its followers are held all the same: for a step under early release, for a whole
-# answer under completion. And when the prompt is cached already, release at completion makes
+# Could they wait as well? A flight is a bad model for it. Its members share all of one input;
+# of two prompts with a common beginning every pair shares another length, and what is still
+# missing of it shrinks with each step of the one who computes. A table of who waits for which
+# pages would have to follow all that, and every accident above once more.
+#
+# So let us keep no table. In each step the scheduler asks a `Grouping` whom to admit (chapter
+# 7), and a request can be left out of that answer. Whether it should be is a question about
+# this moment: is somebody about to compute at least k pages that I need, and that the cache
+# does not have? The wrapper below asks it anew in every step. `cache` finds what is there, and
+# the tokens of those who are still in their prompts say what will be.
+
+
+# %% export="single_flight.py"
+MAX_HELD = 64  # requests that may wait in one step: bounds the time that a plan takes
+
+
+class WaitForPrefix:
+    """Lets a request wait while another one computes the pages that it needs next.
+
+    It waits for a running request, or one that is planned before it, whose prompt goes
+    on like its own for at least `min_pages` pages beyond what is cached. Nothing is
+    remembered: each step asks anew. Who was passed over in `max_passes` steps waits no
+    more. Wraps the grouping of a scheduler; a prompt must be published, at the latest,
+    when it is computed.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, min_pages: int, max_passes: int = 64
+    ) -> None:
+        self.scheduler = scheduler
+        self.grouping = scheduler.grouping
+        self.min_pages = min_pages
+        self.max_passes = max_passes
+
+    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
+        """The choice of the grouping."""
+        return self.grouping.victim(unserved)
+
+    def _waits(
+        self, state: RequestState, num_cached: int, computing: Sequence[RequestState]
+    ) -> bool:
+        end = num_cached + self.min_pages * self.scheduler.cache.page_size
+        if end > len(state.tokens) or state.num_passed >= self.max_passes:
+            return False
+        key, head = state.request.extra_key, state.tokens[:end]
+        return any(
+            other.request.extra_key == key and other.tokens[:end] == head
+            for other in computing
+        )
+
+    def _num_cached(self, state: RequestState) -> int:
+        key = state.request.extra_key
+        return self.scheduler.cache.find(state.tokens, key).matched_len
+
+
+def in_prompt(state: RequestState) -> bool:
+    """Whether a part of the prompt has no K/V yet."""
+    return state.num_committed < len(state.request.prompt_token_ids)
+
+
+# %% [markdown]
+# Two prompts that agree on the first `end` tokens share the k pages after the cached ones; that
+# is all there is to compare. The plan then seems to write itself: leave out those who wait.
+
+
+# %% name="burst"
+class Patient(WaitForPrefix):
+    def plan(self, waiting):
+        computing = [s for s in self.scheduler.running if in_prompt(s)]
+        planned = []
+        for state in self.grouping.plan(waiting):
+            if not self._waits(state, self._num_cached(state), computing):
+                planned.append(state)
+                computing.append(state)
+        return planned
+
+
+def serve_mixed(prompts, waits=None, num_decoding=0, min_pages=4, **options) -> Served:
+    """Prompts that come at once, beside so many requests that decode already."""
+    engine = make_engine("prefill", publisher=PublishEachStep(), **options)
+    if waits:
+        engine.scheduler.grouping = waits(engine.scheduler, min_pages)
+    for i in range(num_decoding):
+        engine.submit([9_000 + i], SamplingParams(max_tokens=30))
+    if num_decoding:
+        engine.step()
+    for ids in prompts:
+        engine.submit(ids, SamplingParams(max_tokens=128))
+    served = run_all(engine)
+    served.outputs = served.outputs[num_decoding:]
+    return served
+
+
+def with_tail(num_shared: int, number: int, num_own: int = 13) -> list[int]:
+    """A prompt that shares its beginning, with an end of its own."""
+    return [7 * i % VOCAB for i in range(num_shared)] + [40_000 + number] * num_own
+
+
+burst, long_burst = ([with_tail(n, i) for i in range(8)] for n in (480, 2_000))
+for prompts, budget in (
+    *((burst, budget) for budget in (512, 2_048, 8_192)),
+    (long_burst, 512),
+):
+    for label, waits in (("alone", None), ("patient", Patient)):
+        run = serve_mixed(prompts, waits, max_batch_tokens=budget)
+        print(
+            f"{len(prompts[0]):5,} each, budget {budget:5,}, {label:7} "
+            f"{run.stats['prefill_tokens']:5,} computed · mean TTFT {run.ttft:.2f}"
+        )
+
+# %% [markdown]
+# Eight prompts with 480 tokens in common need [584](#burst) tokens of work. Patient, they cost
+# that with any budget. Alone they cost up to [3,944](#burst), and the more room a step has, the
+# worse: all who start in one step start cold. The last two lines have prompts of four steps.
+# There the second request starts beside the first one's last chunk, finds what three steps have
+# shown, and computes that chunk again: [2,568](#burst) tokens and not [2,104](#burst).
+#
+# How long does a request wait? Those who run are served first, each with all that the budget
+# allows. So a step that has room for somebody new has computed the rest of *every* prompt that
+# was running, and if the pages are shown, nobody has to wait for these in the next one. A wait
+# costs one step, the one in which the request could have started. It can happen again, if
+# somebody who starts before it shares more of its prompt; but each time k of its own pages have
+# appeared. (Only an abort, a failure or an eviction can take that back.) And nobody waits for
+# ever: the first in the plan has nobody before it, and whoever runs moves on. If the one who
+# computes hangs up, fails or is preempted, there is nothing to repair: the next plan asks again.
+#
+# ## The seat that was given up
+#
+# Behind the two who share stands a stranger with a prompt of 4,000 tokens:
+
+# %% name="stranger"
+queue = [with_tail(480, 0), with_tail(480, 1), [2] * 4_000]
+given_up = {
+    label: serve_mixed(queue, waits, max_batch_tokens=512)
+    for label, waits in (("alone", None), ("patient", Patient))
+}
+for label, run in given_up.items():
+    ttfts = ", ".join(f"{o.metrics.ttft_s:.2f}" for o in run.outputs)
+    print(f"{label:7} mean TTFT {run.ttft:.2f}, each {ttfts}")
+
+# %% [markdown]
+# Request 1 has its first token at [9.32](#stranger), and at [2.11](#stranger) if it does not
+# wait. In the step in which it waited there was room for 19 tokens. The stranger took them, and
+# from then on it was running, and served first, for eight steps. To wait one step was to give
+# up one's place in the queue.
+#
+# So who comes after one that waits may go first only if this step has room for all of its
+# prompt. Then it has nothing left to compute when the wait is over. The first one that is
+# longer ends the plan, as in any queue that keeps its order. (Those who wait are passed over all
+# the same. Chapter 12 promises that this happens in `max_passes` steps at most, so who has
+# reached them waits for nobody.)
+
+
+# %% export="single_flight.py"
+class WaitForPrefix(WaitForPrefix):
+    def plan(self, waiting: Sequence[RequestState]) -> Sequence[RequestState]:
+        """Who need not wait; after one that waits, who is through in this step."""
+        scheduler, running = self.scheduler, self.scheduler.running
+        planned: list[RequestState] = []
+        computing = [state for state in running if in_prompt(state)]
+        room = scheduler.max_batch_tokens - sum(s.num_pending for s in running)
+        num_seats, held = scheduler.max_running - len(running), False
+        for state in islice(self.grouping.plan(waiting), num_seats + MAX_HELD):
+            num_cached = self._num_cached(state)
+            num_tokens = max(1, len(state.tokens) - num_cached)
+            if self._waits(state, num_cached, computing):
+                held = True
+                scheduler.observer("wait", request_id=state.request.request_id)
+            elif len(planned) == num_seats or (held and num_tokens > room):
+                break
+            else:
+                planned.append(state)
+                computing.append(state)
+                room -= num_tokens
+        return planned
+
+
+# %% name="kept" tags=["hide-input"]
+given_up["keeps its place"] = serve_mixed(queue, WaitForPrefix, max_batch_tokens=512)
+for label, run in given_up.items():
+    ttfts = ", ".join(f"{o.metrics.ttft_s:.2f}" for o in run.outputs)
+    print(f"{label:15} mean TTFT {run.ttft:.2f}, each {ttfts}")
+for budget in (512, 8_192):
+    run = serve_mixed(burst, WaitForPrefix, max_batch_tokens=budget)
+    computed = run.stats["prefill_tokens"]
+    print(f"eight, budget {budget:5}: {computed} computed, mean TTFT {run.ttft:.2f}")
+
+# %% tags=["hide-input"]
+draw_rows(
+    [row for label, run in given_up.items() for row in gantt(run, label)],
+    caption="Requests 0 and 1 share 480 tokens, 2 is a stranger of 4,000; time runs to the right. "
+    "Patient, request 1 waits for one step and then for all of the stranger. With its place kept "
+    "it starts after one step, beside the stranger's first chunk.",
+)
+
+# %% [markdown]
+# Now all three are better off than alone, the stranger too: [9.45](#kept) and not
+# [10.47](#kept).
+#
+# ## Where it hurts
+#
+# On this machine a prompt token costs the same wherever it is computed, so a duplicate is paid
+# in full, and not to compute it pays. But a step has other costs. Twenty requests decode, and
+# two come that share a few pages and have 20 tokens of their own:
+
+
+# %% name="hurts"
+def two_that_share(num_pages: int, waits=None, **options) -> list[float]:
+    """The TTFT of two requests that share so many pages, beside twenty that decode."""
+    two = [with_tail(16 * num_pages, i, num_own=20) for i in range(2)]
+    given = {"num_decoding": 20, "min_pages": 1, "max_batch_tokens": 2_048} | options
+    return [o.metrics.ttft_s for o in serve_mixed(two, waits, **given).outputs]
+
+
+for num_pages in (2, 4, 8, 16, 30):
+    alone, waiting = (two_that_share(num_pages, w) for w in (None, WaitForPrefix))
+    print(
+        f"{num_pages:2} shared pages: alone {alone[0]:.2f} and {alone[1]:.2f}, waiting "
+        f"{waiting[0]:.2f} and {waiting[1]:.2f}, the mean "
+        f"{100 * (sum(waiting) / sum(alone) - 1):+.0f} %"
+    )
+
+# %% [markdown]
+# With two pages the first gains, the one who waits has its first token at [0.95](#hurts) and
+# not at [0.61](#hurts), and the mean is [18](#hurts) percent worse. The wait is one step, and
+# that step makes twenty others decode. With eight pages the mean is better and the one who
+# waits still is not. This is what k is for: the pages must cost more than a step does. k = 1
+# waits for anything; what is right depends on who else is running.
+#
+# And there is a rival. Announced pages (chapter 9) can be read in the step that computes them,
+# so nobody has to wait for the next:
+
+# %% name="announced"
+from minivllm.publication import Announcements
+
+
+def announced() -> dict[str, Announcements]:
+    return {"announcer": Announcements(PAGE)}
+
+
+for budget in (512, 8_192):
+    run = serve_mixed(burst, max_batch_tokens=budget, **announced())
+    computed = run.stats["prefill_tokens"]
+    print(f"eight, budget {budget:5}: {computed} computed, mean TTFT {run.ttft:.2f}")
+ttfts = two_that_share(2, **announced())
+print(f"two pages, twenty decode: TTFT {ttfts[0]:.2f} and {ttfts[1]:.2f}")
+
+# %% [markdown]
+# The same [584](#announced) tokens, nearly the same TTFT where waiting was good, and nothing
+# lost where it was bad. Where layers write before they read, announcing is the better answer.
+# Waiting is the one that asks nothing of the model, and all it asks of publication is that a
+# prompt is shown when it is computed. It is off unless somebody says how many pages are worth a
+# step: `wait_for_prefix=8`.
+#
+# ## What still waits for nothing
+#
+# Flights have no such k. A prompt shorter than a page has no full page to share, and its
+# followers are held all the same: for a step under early release, for a whole answer under
+# completion. And when the prompt is cached already, release at completion makes
 # followers wait for a decode although their prefix is there, as in the upper half of the
 # picture of the late request. That is one more reason why `prefill` is the default.
 #
@@ -818,21 +1073,23 @@ for decode, worse in ((smallest_decode + 0.1, True), (smallest_decode - 0.1, Fal
 #
 # ### Exercise 2
 #
-# Eight identical requests of 493 tokens: how many cached tokens do all of them find together
-# under release at completion, under release after prefill, and without coordination if the
-# step's budget is 8,192 tokens? Think first.
+# Twenty requests decode, and two come that share some pages. From how many pages on does the one
+# who waits have its first token *sooner* than without waiting? On paper, from the costs of
+# `machine`; the check asks the simulator. (A page's 16 tokens cost 16 (1 − s) / 480.)
 
 # %% tags=["solution"]
-cached = [7 * 480, 7 * 480, 0]
+# Waiting puts a step before its own: the twenty and the first of the two decode in it.
+# Not waiting, it computes the shared tokens itself.
+extra_step = 2.66 / 127 * (1 + 0.91 * 20)
+enough_pages = 1 + int(extra_step / (16 * (1 - s) / 480))
 
 # %%
-for policy, expected in zip(("completion", "prefill", "none"), cached, strict=True):
-    assert serve(policy, 8, max_batch_tokens=8_192).stats["cached_tokens"] == expected
-print(cached)
+for num_pages, sooner in ((enough_pages - 1, False), (enough_pages, True)):
+    alone, waiting = (two_that_share(num_pages, w) for w in (None, WaitForPrefix))
+    assert (waiting[1] < alone[1]) == sooner
+print(f"{enough_pages} pages")
 
 # %% [markdown]
-# With so large a budget the eight start in one step, and none finds another.
-#
 # ### Exercise 3
 #
 # At which k does the +14 % of the slowest completion vanish? Let the simulator look for it, to

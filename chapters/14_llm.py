@@ -43,7 +43,12 @@ from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
 from minivllm.scheduler import ADMISSIONS, Scheduler
-from minivllm.single_flight import RELEASES, PromptAtLeast, SingleFlight
+from minivllm.single_flight import (
+    RELEASES,
+    PromptAtLeast,
+    SingleFlight,
+    WaitForPrefix,
+)
 
 PUBLISHERS: dict[str, type[Publisher]] = {
     "schedule": PublishEachStep,  # and announcements
@@ -63,6 +68,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+COUNTS = (
+    "page_size",
+    "num_pages",
+    "max_running",
+    "max_batch_tokens",
+    "wait_for_prefix",
+)
 
 
 def option(default: Any, words: str) -> Any:
@@ -79,6 +91,9 @@ class EngineOptions:
     publish: str = option("step", "When a page becomes visible to others.")
     single_flight: str = option(
         "prefill", "How long identical prompts wait for the first of them."
+    )
+    wait_for_prefix: int | None = option(
+        None, "Pages being computed that are worth a wait; none: nobody waits."
     )
     grouping: str = option("arrival", "Who rides in one batch.")
     admission: str = option("optimistic", "What must fit before a request runs.")
@@ -97,10 +112,16 @@ class EngineOptions:
             if value not in choices:
                 offered = ", ".join(choices)
                 raise ValueError(f"{name} must be one of {offered}, not {value!r}")
-        for name in ("page_size", "num_pages", "max_running", "max_batch_tokens"):
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+        shows = self.publish != "finish" or self.single_flight == "prefill"
+        if self.wait_for_prefix and not shows:
+            raise ValueError(
+                "wait_for_prefix waits for pages, and publish='finish' shows them too "
+                "late: choose another, or single_flight='prefill'"
+            )
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         if str(self.device).split(":")[0] not in DEVICES:
@@ -159,7 +180,9 @@ for attempt in (
 # so a simulated engine is put together by the same lines. Two choices are more than a name in a
 # table. `schedule` publishes like `step`, and announces besides. And a release after prefill
 # promises followers the leader's prompt, so the prompt is published then, whatever the
-# publication policy says. Without an index there is nothing to announce, and nothing to wait for.
+# publication policy says. Who waits for a part of a prompt is a matter of the queue, and a
+# wrapper around its grouping. Without an index there is nothing to announce, and nothing to
+# wait for.
 
 
 # %% export="options.py"
@@ -184,6 +207,8 @@ def assemble(
         announcer=Announcements(options.page_size) if announces else None,
         observer=observer,
     )
+    if options.wait_for_prefix and options.index != "none":
+        scheduler.grouping = WaitForPrefix(scheduler, options.wait_for_prefix)
     publisher = PUBLISHERS[options.publish]()
     release = options.single_flight if options.index != "none" else "none"
     return Engine(

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (f10d1df6): edit the chapter.
+# Exported from chapters/14_llm.py (1d73033f): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Mapping
@@ -18,7 +18,12 @@ from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
 from minivllm.scheduler import ADMISSIONS, Scheduler
-from minivllm.single_flight import RELEASES, PromptAtLeast, SingleFlight
+from minivllm.single_flight import (
+    RELEASES,
+    PromptAtLeast,
+    SingleFlight,
+    WaitForPrefix,
+)
 
 PUBLISHERS: dict[str, type[Publisher]] = {
     "schedule": PublishEachStep,  # and announcements
@@ -38,6 +43,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+COUNTS = (
+    "page_size",
+    "num_pages",
+    "max_running",
+    "max_batch_tokens",
+    "wait_for_prefix",
+)
 
 
 def option(default: Any, words: str) -> Any:
@@ -53,6 +65,9 @@ class EngineOptions:
     publish: str = option("step", "When a page becomes visible to others.")
     single_flight: str = option(
         "prefill", "How long identical prompts wait for the first of them."
+    )
+    wait_for_prefix: int | None = option(
+        None, "Pages being computed that are worth a wait; none: nobody waits."
     )
     grouping: str = option("arrival", "Who rides in one batch.")
     admission: str = option("optimistic", "What must fit before a request runs.")
@@ -71,10 +86,16 @@ class EngineOptions:
             if value not in choices:
                 offered = ", ".join(choices)
                 raise ValueError(f"{name} must be one of {offered}, not {value!r}")
-        for name in ("page_size", "num_pages", "max_running", "max_batch_tokens"):
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+        shows = self.publish != "finish" or self.single_flight == "prefill"
+        if self.wait_for_prefix and not shows:
+            raise ValueError(
+                "wait_for_prefix waits for pages, and publish='finish' shows them too "
+                "late: choose another, or single_flight='prefill'"
+            )
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         if str(self.device).split(":")[0] not in DEVICES:
@@ -131,6 +152,8 @@ def assemble(
         announcer=Announcements(options.page_size) if announces else None,
         observer=observer,
     )
+    if options.wait_for_prefix and options.index != "none":
+        scheduler.grouping = WaitForPrefix(scheduler, options.wait_for_prefix)
     publisher = PUBLISHERS[options.publish]()
     release = options.single_flight if options.index != "none" else "none"
     return Engine(

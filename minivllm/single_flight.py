@@ -1,16 +1,17 @@
-# Exported from chapters/10_single_flight.py (a089f814): edit the chapter.
+# Exported from chapters/10_single_flight.py (45acfd87): edit the chapter.
 """Requests with one input wait for one of them to compute its prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from minivllm.engine import Publisher
 from minivllm.hashing import token_bytes
 from minivllm.publication import PublishPrompt
 from minivllm.request import ExtraKey, TokenIds, check_extra_key
-from minivllm.scheduler import RequestState
+from minivllm.scheduler import RequestState, Scheduler
 
 RELEASES = ("completion", "prefill")
 FlightKey = tuple[bytes, ExtraKey]
@@ -173,3 +174,71 @@ class PromptAtLeast:
         """What the policy says, or all of a computed prompt."""
         prompt = PublishPrompt().num_visible(state)
         return max(prompt, self.policy.num_visible(state))
+
+
+MAX_HELD = 64  # requests that may wait in one step: bounds the time that a plan takes
+
+
+class WaitForPrefix:
+    """Lets a request wait while another one computes the pages that it needs next.
+
+    It waits for a running request, or one that is planned before it, whose prompt goes
+    on like its own for at least `min_pages` pages beyond what is cached. Nothing is
+    remembered: each step asks anew. Who was passed over in `max_passes` steps waits no
+    more. Wraps the grouping of a scheduler; a prompt must be published, at the latest,
+    when it is computed.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, min_pages: int, max_passes: int = 64
+    ) -> None:
+        self.scheduler = scheduler
+        self.grouping = scheduler.grouping
+        self.min_pages = min_pages
+        self.max_passes = max_passes
+
+    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
+        """The choice of the grouping."""
+        return self.grouping.victim(unserved)
+
+    def _waits(
+        self, state: RequestState, num_cached: int, computing: Sequence[RequestState]
+    ) -> bool:
+        end = num_cached + self.min_pages * self.scheduler.cache.page_size
+        if end > len(state.tokens) or state.num_passed >= self.max_passes:
+            return False
+        key, head = state.request.extra_key, state.tokens[:end]
+        return any(
+            other.request.extra_key == key and other.tokens[:end] == head
+            for other in computing
+        )
+
+    def _num_cached(self, state: RequestState) -> int:
+        key = state.request.extra_key
+        return self.scheduler.cache.find(state.tokens, key).matched_len
+
+    def plan(self, waiting: Sequence[RequestState]) -> Sequence[RequestState]:
+        """Who need not wait; after one that waits, who is through in this step."""
+        scheduler, running = self.scheduler, self.scheduler.running
+        planned: list[RequestState] = []
+        computing = [state for state in running if in_prompt(state)]
+        room = scheduler.max_batch_tokens - sum(s.num_pending for s in running)
+        num_seats, held = scheduler.max_running - len(running), False
+        for state in islice(self.grouping.plan(waiting), num_seats + MAX_HELD):
+            num_cached = self._num_cached(state)
+            num_tokens = max(1, len(state.tokens) - num_cached)
+            if self._waits(state, num_cached, computing):
+                held = True
+                scheduler.observer("wait", request_id=state.request.request_id)
+            elif len(planned) == num_seats or (held and num_tokens > room):
+                break
+            else:
+                planned.append(state)
+                computing.append(state)
+                room -= num_tokens
+        return planned
+
+
+def in_prompt(state: RequestState) -> bool:
+    """Whether a part of the prompt has no K/V yet."""
+    return state.num_committed < len(state.request.prompt_token_ids)

@@ -64,6 +64,7 @@ def test_several_prompts(capsys):
         (["--device", "tpu"], "tpu"),
         (["--no-such-option"], "no-such-option"),
         (["--single-flight", "early"], "single_flight"),
+        (["--wait-for-prefix", "0"], "wait_for_prefix"),
     ],
 )
 def test_mistakes_are_one_line(arguments, named, capsys):

@@ -40,13 +40,14 @@ from minivllm.simulation import (
     VirtualClock,
     simulate,
 )
-from minivllm.single_flight import PromptAtLeast, SingleFlight
+from minivllm.single_flight import PromptAtLeast, SingleFlight, WaitForPrefix
 
 VOCAB = 50
 AXES = {
     "index": ["radix", "hash", "none"],
     "publish": ["schedule", "step", "prompt", "finish"],
     "single_flight": ["none", "completion", "prefill"],
+    "wait_for_prefix": [None, 1, 3],
     "admission": ["optimistic", "reserve"],
     "eviction": ["lru", "lfu", "fifo"],
     "max_batch_tokens": [5, 16, 200],
@@ -58,6 +59,7 @@ PLAIN = {
     "index": "none",
     "publish": "finish",
     "single_flight": "none",
+    "wait_for_prefix": None,
     "admission": "optimistic",
     "eviction": "lru",
     "max_batch_tokens": 200,
@@ -120,6 +122,8 @@ def make_engine(runner=None, clock=None, **chosen) -> CheckedEngine:
         chosen["admission"],
         announcer=Announcements(size) if announces else None,
     )
+    if chosen["wait_for_prefix"] and chosen["index"] != "none":
+        scheduler.grouping = WaitForPrefix(scheduler, chosen["wait_for_prefix"])
     publisher, release = PUBLISHERS[chosen["publish"]](), chosen["single_flight"]
     return CheckedEngine(
         runner or CheckingRunner(size, VOCAB, clock=clock),
@@ -200,7 +204,9 @@ def test_the_whole_matrix(policies):
     """216 choices, each with 18 sizes of steps, pages and pools: 3,888 checked runs."""
     chosen = dict(zip(POLICIES, policies, strict=True))
     arrivals, evicted, preempted, cached, waited = workload(), 0, 0, 0, 0
+    waits = itertools.cycle([None, 1, 3, 1, None])  # each beside each of the sizes
     for sizes in itertools.product(*(AXES[a] for a in SIZES)):
+        chosen["wait_for_prefix"] = next(waits)
         engine = make_engine(**chosen, **dict(zip(SIZES, sizes, strict=True)))
         assert answers(engine, arrivals) == cold(arrivals)
         stats = engine.stats()
@@ -281,6 +287,17 @@ def test_a_real_model_gives_the_same_tokens(tiny, row):
 # ---- Anything at any moment ----------------------------------------------------------
 
 
+def enough_steps(engine: Engine) -> int:
+    """In so many steps all requests end.
+
+    The first of those who run gets a token in each step, until it ends or one that is
+    more urgent takes its place: n times at most between two ends.
+    """
+    live = [progress.state for progress in engine._live.values()]
+    longest = max((state.footprint_tokens + 1 for state in live), default=0)
+    return len(live) * (len(live) + 1) * longest
+
+
 class Life(RuleBasedStateMachine):
     """Requests come, are aborted, meet a failing forward pass. All of them end."""
 
@@ -288,6 +305,7 @@ class Life(RuleBasedStateMachine):
         index=st.sampled_from(AXES["index"]),
         publish=st.sampled_from(AXES["publish"]),
         single_flight=st.sampled_from(AXES["single_flight"]),
+        wait_for_prefix=st.sampled_from(AXES["wait_for_prefix"]),
         admission=st.sampled_from(AXES["admission"]),
         eviction=st.sampled_from(AXES["eviction"]),
         max_batch_tokens=st.sampled_from([1, 5, 200]),
@@ -329,6 +347,12 @@ class Life(RuleBasedStateMachine):
             assert output.outputs[0].finish_reason == "abort"
             self.end(output)
 
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        running = self.engine.scheduler.running
+        self.engine.scheduler.preempt(data.draw(st.sampled_from(running)))
+
     @rule(after=st.integers(1, 3))
     def let_a_pass_fail(self, after):
         self.engine.runner.fail.add(self.engine.runner.num_runs + after)
@@ -348,10 +372,9 @@ class Life(RuleBasedStateMachine):
         check(self.engine)
 
     def teardown(self):
-        for _ in range(5_000):
-            if not self.engine.has_unfinished():
-                break
-            self.step(1)
+        for _ in range(enough_steps(self.engine)):
+            if self.engine.has_unfinished():
+                self.step(1)
         check_idle(self.engine)
         assert self.ended.keys() == self.wanted.keys(), "a request that never ends"
 
