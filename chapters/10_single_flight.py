@@ -708,6 +708,35 @@ draw_rows(
 # a leader carries the highest priority of those who wait for it. The engine computes that anew
 # when one joins, leaves or inherits, and the release ends it.
 #
+# And a request may be its own twin. With `n=4` it asks for four continuations of one prompt, and
+# that is four identical requests at one moment (chapter 7): the first of them leads, three follow.
+# Here a stranger with the same prompt comes right behind them; once nothing happens, and once the
+# caller of the four hangs up in the middle of the prompt:
+
+
+# %% name="continuations"
+def four_and_a_twin(then=None) -> Served:
+    engine = make_engine("prefill", max_batch_tokens=128)
+    engine.submit(prompt, SamplingParams(max_tokens=8, n=4))
+    engine.submit(prompt, SamplingParams(max_tokens=8))
+    return run_all(engine, then)
+
+
+for label, run in (
+    ("nothing happens", four_and_a_twin()),
+    ("the four hang up", four_and_a_twin(abort("0", after=2))),
+):
+    print(f"{label}: {run.stats['prefill_tokens']} tokens computed")
+    for output in run.outputs:
+        ends = [completion.finish_reason for completion in output.outputs]
+        print(f"  request {output.request_id}: {ends}")
+
+# %% [markdown]
+# Five answers cost [545](#continuations) tokens of prefill, one prompt and four times 13. If the
+# four go, they go from the last follower to the leader, so that none of them inherits only to
+# leave. The stranger inherits, finds what the leader had computed, and in all
+# [493](#continuations) tokens have been computed, each once.
+#
 # While they wait followers hold no page and no slot of the batch. This is not a detail. In an
 # engine that parks them in slots, seven followers fill a small batch, and no stranger gets in
 # until the leader is done. With four slots:
