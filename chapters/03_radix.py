@@ -346,7 +346,7 @@ def places_of(
     size, end = page_size, num_pages * page_size
     if len(slots) < end:
         raise ValueError(f"{len(slots)} slots for {end} tokens")
-    if type(slots) is Slots and (slots.page_size, slots.unit) == (size, unit):
+    if type(slots) is Slots and slots.page_size == size and slots.unit == unit:
         return slots.places[:num_pages]
     firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
     if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:

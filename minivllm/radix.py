@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (1dd79c41): edit the chapter.
+# Exported from chapters/03_radix.py (3561698c): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -436,7 +436,7 @@ def places_of(
     size, end = page_size, num_pages * page_size
     if len(slots) < end:
         raise ValueError(f"{len(slots)} slots for {end} tokens")
-    if type(slots) is Slots and (slots.page_size, slots.unit) == (size, unit):
+    if type(slots) is Slots and slots.page_size == size and slots.unit == unit:
         return slots.places[:num_pages]
     firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
     if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
