@@ -366,8 +366,8 @@ def make_rows(
 
 
 # %% export="bench.py" tags=["hide-input"]
-def make_record(command: str, rows: Iterable[Row], **facts: Any) -> dict[str, Any]:
-    """Measured rows with what they depend on, ready to be written as JSON."""
+def make_record(command: str, rows: Iterable[Any], **facts: Any) -> dict[str, Any]:
+    """Measured rows (dataclasses) and what they depend on, to be written as JSON."""
     return {
         "command": command,
         "commit": commit(),
@@ -1112,6 +1112,414 @@ def invite(names: Sequence[str], places: Sequence[str] = ()) -> Guests:
 
 
 # %% [markdown]
+# ## The experiment
+#
+# TEXT
+
+# %% export="bench_reuse.py"
+"""`minivllm bench reuse`: one prompt several times, under every answer to who waits.
+
+When does a page become visible, who waits for it, and for how long? The same prompt is
+sent at once, or while the first request decodes, to engines that answer differently.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import fmean, median
+from typing import Any, cast
+
+from minivllm.batch import Chunk
+from minivllm.bench import Spread, Trial, measure, nothing
+from minivllm.engine import Clock, Engine, Limits, Runner, WallClock
+from minivllm.options import CHOICES, assemble, read_options
+from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
+from minivllm.simulation import Work, work_of
+
+PUBLISH = ("off", *CHOICES["publish"])  # off: no prefix cache
+ARRIVALS = ("together", "token", "decode")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many requests there are, when they come, and who shares what with whom.
+
+    `arrival`: all "together"; or the first alone, and the others when its caller has
+    its first output "token", or when its "decode" begins, which is the moment in which
+    the forward pass over its prompt has ended and nothing has come of it yet.
+    """
+
+    num_requests: int = 1
+    publish: str = "off"
+    single_flight: str = "none"
+    arrival: str = "together"
+    engine: str = "minivllm"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a case, times in seconds."""
+
+    ttft_s: float  # the mean of all requests
+    longest_s: float  # from a request's submission to its end, the longest
+    makespan_s: float  # from the first submission to the last end
+    cached_tokens: tuple[int, ...]  # of each request, in order of arrival
+    prefill_tokens: int  # computed
+    flights: int
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+# %% export="bench_reuse.py"
+class Watched:
+    """Notes what each step takes, and tells when a runner gives its first token."""
+
+    def __init__(self, runner: Runner, clock: Clock) -> None:
+        self.runner = runner
+        self.clock = clock
+        self.steps: list[tuple[Work, float]] = []
+        self.at_first_token: Callable[[], object] = nothing
+
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Run the batch; nothing is committed yet when `at_first_token` is called."""
+        start_s = self.clock.now()
+        tokens = self.runner.run(chunks)
+        self.steps.append((work_of(chunks), self.clock.now() - start_s))
+        if any(chunk.samples for chunk in chunks):
+            tell, self.at_first_token = self.at_first_token, nothing
+            tell()
+        return tokens
+
+
+# %% export="bench_reuse.py"
+@dataclass(frozen=True)
+class Reuse:
+    """The experiment: what all of its runs have in common.
+
+    `make_runner` makes a runner with memory for so many pages, on the clock of the run:
+    a model's, or chapter 8's simulated one. `steps` collects what steps took.
+    """
+
+    make_runner: Callable[[int, Any], Runner]
+    limits: Limits
+    prompt_ids: TokenIds
+    max_tokens: int = 128
+    page_size: int = 16
+    max_batch_tokens: int = 512
+    make_clock: Callable[[], Clock] = WallClock
+    steps: list[tuple[Work, float]] = field(default_factory=list)
+
+    def make_engine(self, case: Case) -> Engine:
+        """A cold engine with room for all requests of a case."""
+        size = self.page_size
+        options: dict[str, Any] = {"page_size": size, "index": "none"}
+        if case.publish != "off":
+            options |= {"publish": case.publish, "index": "radix"}
+        options |= {"single_flight": case.single_flight}
+        options |= {"max_batch_tokens": self.max_batch_tokens}
+        footprint = len(self.prompt_ids) + self.max_tokens - 1
+        num_pages, clock = case.num_requests * -(-footprint // size), self.make_clock()
+        runner = Watched(self.make_runner(num_pages, clock), clock)
+        chosen = read_options(options)
+        return assemble(chosen, num_pages, runner, self.limits, clock=clock)
+
+    def run(self, case: Case) -> Outcome:
+        """Send the requests when they are due, and step to the end."""
+        engine = self.make_engine(case)
+        watched, due = cast(Watched, engine.runner), self._submit(engine, case)
+        next(due)
+        if case.arrival == "together":
+            list(due)
+        elif case.arrival == "decode":
+            watched.at_first_token = lambda: list(due)
+        ended: list[RequestOutput] = []
+        while engine.has_unfinished():
+            outputs = engine.step()
+            ended += [output for output in outputs if output.finished]
+            if outputs:
+                list(due)
+        self.steps.extend(watched.steps)
+        return outcome_of(ended, engine.stats())
+
+    def _submit(self, engine: Engine, case: Case) -> Iterator[str]:
+        """Submit one more whenever the next id is asked for."""
+        wanted = self.max_tokens
+        params = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)
+        for _ in range(case.num_requests):
+            yield engine.submit(self.prompt_ids, params)
+
+
+# %% export="bench_reuse.py"
+def outcome_of(ended: Sequence[RequestOutput], stats: Mapping[str, int]) -> Outcome:
+    """The figures of a run. Raises `RuntimeError` if a request ended otherwise."""
+    outputs = sorted(ended, key=lambda output: int(output.request_id))
+    if any(output.outputs[0].finish_reason != "length" for output in outputs):
+        raise RuntimeError("a request ended before its time: nothing was measured")
+    metrics = [output.metrics for output in outputs]
+    return Outcome(
+        fmean(each.ttft_s or 0.0 for each in metrics),
+        max(each.e2e_s or 0.0 for each in metrics),
+        max(each.finished_s or 0.0 for each in metrics) - metrics[0].arrival_s,
+        tuple(output.num_cached_tokens for output in outputs),
+        stats["prefill_tokens"],
+        stats["flights"],
+        tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+    )
+
+
+# %% export="bench_reuse.py"
+def make_cases(
+    numbers: Sequence[int],
+    publish: Sequence[str],
+    single_flight: Sequence[str],
+    arrivals: Sequence[str] = ("together",),
+    engines: Sequence[str] = (),
+) -> list[Case]:
+    """Every combination that can differ. `ValueError` for a value that does not exist.
+
+    Without a cache, or alone, nobody waits for anybody. Who comes later is the second
+    of two. Other engines take the requests as one batch.
+    """
+    check_choices("publish", publish, PUBLISH)
+    check_choices("single_flight", single_flight, CHOICES["single_flight"])
+    check_choices("arrival", arrivals, ARRIVALS)
+    check_choices("peer", engines, tuple(PEERS))
+    if min(numbers, default=0) < 1:
+        raise ValueError(f"num_requests must be at least 1, not {list(numbers)}")
+    cases = [
+        Case(number, shown, waits if shown != "off" and number > 1 else "none", arrival)
+        for arrival in arrivals
+        for number in (numbers if arrival == "together" else (2,))
+        for shown in publish
+        for waits in single_flight
+    ]
+    cases += [Case(number, engine=name) for name in engines for number in numbers]
+    return list(dict.fromkeys(cases))
+
+
+def check_choices(name: str, given: Sequence[str], choices: Sequence[str]) -> None:
+    """Raise `ValueError` for a value that is not among the choices."""
+    for value in given:
+        if value not in choices:
+            offered = ", ".join(choices)
+            raise ValueError(f"{name} must be one of {offered}, not {value!r}")
+
+
+# %% export="bench_reuse.py"
+@dataclass(frozen=True, kw_only=True)
+class ReuseRow(Case):
+    """A case and its repeats; counts are those of each repeat.
+
+    `same_tokens`: every output was the one that a request gets alone, without a cache.
+    """
+
+    ttft_s: Mapping[str, Any]
+    longest_s: Mapping[str, Any]
+    makespan_s: Mapping[str, Any]
+    cached_tokens: Sequence[int]
+    prefill_tokens: int
+    flights: int
+    same_tokens: bool
+
+
+def spread_of(values: Sequence[float]) -> dict[str, Any]:
+    """Readings with their median and bounds, for a record."""
+    spread = Spread(tuple(values))
+    bounds = {"median": spread.median, "low": spread.low, "high": spread.high}
+    return bounds | {"values": list(values)}
+
+
+def make_reuse_row(
+    case: Case, outcomes: Sequence[Outcome], alone: Sequence[int]
+) -> ReuseRow:
+    """A row of the record. `RuntimeError` if two repeats counted differently."""
+    counts = {(o.cached_tokens, o.prefill_tokens, o.flights) for o in outcomes}
+    if len(counts) != 1:
+        raise RuntimeError(f"repeats of {case} differ in what they counted: {counts}")
+    ((cached, prefill, flights),) = counts
+    return ReuseRow(
+        **asdict(case),
+        ttft_s=spread_of([each.ttft_s for each in outcomes]),
+        longest_s=spread_of([each.longest_s for each in outcomes]),
+        makespan_s=spread_of([each.makespan_s for each in outcomes]),
+        cached_tokens=list(cached),
+        prefill_tokens=prefill,
+        flights=flights,
+        same_tokens=all(ids == alone for o in outcomes for ids in o.token_ids),
+    )
+
+
+# %% export="bench_reuse.py"
+def measure_reuse(
+    contestants: Mapping[str, Callable[[Case], Outcome]],
+    cases: Sequence[Case],
+    repeats: int = 3,
+    told: Callable[[Case, Outcome], object] = lambda case, outcome: None,
+) -> list[ReuseRow]:
+    """Run all cases in turn, `repeats` times, every other round in reverse order.
+
+    Cases of an engine that is not among the contestants are left out.
+    """
+    cases = [case for case in cases if case.engine in contestants]
+    first = {name: run(Case()) for name, run in contestants.items()}  # all are warm now
+    alone = first["minivllm"].token_ids[0]
+    outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
+
+    def work(case: Case) -> float:
+        outcome = contestants[case.engine](case)
+        outcomes[case].append(outcome)
+        told(case, outcome)
+        return sum(outcome.cached_tokens)
+
+    trials = {str(case): Trial(partial(work, case)) for case in cases}
+    measure(trials, repeats, warmups=0)
+    return [make_reuse_row(case, outcomes[case], alone) for case in cases]
+
+
+def step_facts(steps: Sequence[tuple[Work, float]]) -> list[dict[str, Any]]:
+    """What each kind of step took: the fit of chapter 8's cost model needs them."""
+    kinds: dict[Work, list[float]] = {}
+    for work, seconds in steps:
+        kinds.setdefault(work, []).append(seconds)
+    return [
+        asdict(work) | {"median_s": median(times), "number": len(times)}
+        for work, times in kinds.items()
+    ]
+
+
+# %% export="bench_reuse.py"
+import time
+from contextlib import redirect_stderr
+from io import StringIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minivllm.llm import LLM
+    from minivllm.model import Decoder
+
+
+def make_prompt(llm: "LLM", num_tokens: int) -> TokenIds:
+    """The first tokens of a timetable; without a tokenizer, the first token ids."""
+    vocab_size = llm.config.vocab_size
+    if llm.tokenizer is None:
+        return [i % vocab_size for i in range(num_tokens)]
+    days = "Monday", "Tuesday", "Wednesday", "Thursday", "Friday"
+    text = "".join(
+        f"On {day} of week {week} room {week * 7 % 19 + i} is open from {8 + i}. "
+        for week in range(num_tokens // 60 + 1)
+        for i, day in enumerate(days)
+    )
+    ids: list[int] = llm.tokenizer.encode(text).ids
+    return ids[:num_tokens]
+
+
+def decoder_of(llm: "LLM") -> "Decoder":
+    """The model that an engine runs."""
+    runner: Any = llm.engine.runner
+    return cast("Decoder", runner.model)
+
+
+def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
+    """The experiment on a loaded model; `sizes` are fields of `Reuse`."""
+    from minivllm.runner import ModelRunner  # torch begins here
+
+    decoder = decoder_of(llm)
+    page_size = sizes.get("page_size", Reuse.page_size)
+    return Reuse(
+        lambda num_pages, clock: ModelRunner(decoder, num_pages, page_size),
+        llm.engine.limits,
+        encode_ids(make_prompt(llm, num_prompt_tokens)),
+        **sizes,
+    )
+
+
+# %% export="bench_reuse.py"
+class TransformersBatch:
+    """transformers' `generate` on one static batch: all begin and end together."""
+
+    def __init__(self, model: str, llm: "LLM", like: Reuse) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from minivllm.loader import find_model
+
+        path = find_model(model)
+        place: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
+        if path.is_file():
+            place["pretrained_model_name_or_path"] = str(path.parent)
+            place["gguf_file"] = path.name
+        weight = decoder_of(llm).embed_tokens.weight
+        with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
+            loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=weight.dtype)
+        self.model: Any = loaded.to(weight.device).eval()
+        self.model.generation_config.eos_token_id = None
+        self.prompt_ids, self.max_tokens = list(like.prompt_ids), like.max_tokens
+
+    def run(self, case: Case) -> Outcome:
+        """Generate; the clock is read when each token is there."""
+        import torch
+
+        batch = torch.tensor([self.prompt_ids] * case.num_requests)
+        times = [time.perf_counter()]
+
+        def note(token_ids: Any, scores: Any, **named: Any) -> Any:
+            done = token_ids[:, -1].tolist()  # waits for a GPU
+            times.append(time.perf_counter())
+            return torch.zeros(len(done), dtype=torch.bool, device=token_ids.device)
+
+        out = self.model.generate(
+            batch.to(self.model.device),
+            attention_mask=torch.ones_like(batch).to(self.model.device),
+            do_sample=False,
+            max_new_tokens=self.max_tokens,
+            pad_token_id=0,
+            stopping_criteria=[note],
+        )
+        return self._outcome(times, out[:, batch.shape[1] :].tolist(), batch.numel())
+
+    def _outcome(
+        self, times: Sequence[float], answers: list[list[int]], num_tokens: int
+    ) -> Outcome:
+        whole_s, cached = times[-1] - times[0], (0,) * len(answers)
+        token_ids = tuple(map(tuple, answers))
+        ttft_s = times[1] - times[0]
+        return Outcome(ttft_s, whole_s, whole_s, cached, num_tokens, 0, token_ids)
+
+
+PEERS = {"transformers": TransformersBatch}
+
+
+# %% export="bench_reuse.py" tags=["hide-input"]
+def record_reuse(
+    llm: "LLM",
+    like: Reuse,
+    cases: Sequence[Case],
+    model: str,
+    repeats: int,
+    told: Callable[[Case, Outcome], object],
+) -> tuple[list[ReuseRow], dict[str, Any]]:
+    """Measure all cases; the rows, and the facts that belong beside them."""
+    import torch
+    import transformers
+
+    contestants, absent = {"minivllm": like.run}, {}
+    for name in {case.engine: None for case in cases if case.engine in PEERS}:
+        try:
+            contestants[name] = PEERS[name](model, llm, like).run
+        except ImportError as reason:  # transformers reads GGUF files with accelerate
+            absent[name] = " ".join(str(reason).split())
+    rows = measure_reuse(contestants, cases, repeats, told)
+    weight = decoder_of(llm).embed_tokens.weight
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return rows, {
+        "versions": versions,
+        "absent": absent,
+        "device": str(weight.device),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "steps": step_facts(like.steps),
+    }
+
+
+# %% [markdown]
 # ## The command
 #
 # `minivllm bench cache` prints each row when it is measured, so that one sees it move, and
@@ -1168,8 +1576,7 @@ def cache(
     ] = False,
 ) -> None:
     """Prefix trees and caches: match, insert, evict, memory, whole requests."""
-    if record is not None and (record.is_dir() or not record.parent.is_dir()):
-        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+    check_place(record)
     if any(size < 1 or 16 % size for size in page_size or ()):
         raise ValueError("--page-size must be 1, 2, 4, 8 or 16: the loads fork there")
     guests = invite(peer or [], peer_path or [])
@@ -1183,11 +1590,9 @@ def cache(
     )
     rows = list(tell(work.rows(), guests.absent, sys.stderr if as_json else sys.stdout))
     facts: dict[str, Any] = {"repeats": repeats, "scale": scale, "seed": seed}
-    given = [f"--{name} {value}" for name, value in facts.items()]
-    given += [f"--page-size {size}" for size in work.page_sizes]
-    given += [f"--peer {name}" for name in peer or []]
+    sizes = {"page_size": list(work.page_sizes), "peer": peer or []}
+    command = spell("cache", facts | sizes)
     facts |= {"peers": guests.versions, "absent": guests.absent}
-    command = " ".join(["minivllm bench cache", *given])
     keep(make_record(command, rows, **facts), record, as_json)
 
 
@@ -1374,6 +1779,149 @@ for name in ("radix", "hash"):
 found = measure(trials, repeats=5)
 print("tokens found:", [each.count for each in found.values()])
 print("the hash takes longer in each pair:", compare(*reversed(found.values())).low > 1)
+
+# %% export="command_bench.py" tags=["hide-input"]
+from minivllm.bench_reuse import (
+    ARRIVALS,
+    Case,
+    Outcome,
+    ReuseRow,
+    load_reuse,
+    make_cases,
+    record_reuse,
+)
+from minivllm.options import read_options
+
+
+@app.command()
+def reuse(
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder, a .gguf file or a hub id.")
+    ] = "smollm2",
+    num_requests: Annotated[
+        list[int] | None, typer.Option(help="Identical requests; default 1 2 4 8.")
+    ] = None,
+    publish: Annotated[
+        list[str] | None,
+        typer.Option(help="off (no cache), finish, prompt, step, schedule."),
+    ] = None,
+    single_flight: Annotated[
+        list[str] | None, typer.Option(help="none, completion, prefill.")
+    ] = None,
+    arrival: Annotated[
+        list[str] | None,
+        typer.Option(help="together; token, decode: the second of two comes then."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="transformers: one static batch.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16.")] = "auto",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 493,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens of each; default 128.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    max_batch_tokens: Annotated[
+        int, typer.Option(help="New tokens in a step, at most.")
+    ] = 512,
+    repeats: Annotated[
+        int | None, typer.Option(help="Runs of each case; default 3.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Other defaults: 1 2 8, 16 tokens, one run.")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON.")
+    ] = False,
+) -> None:
+    """Identical requests on a model: when pages are visible, who waits, how long."""
+    check_place(record)
+    numbers, usual = ([1, 2, 8], (16, 1)) if quick else ([1, 2, 4, 8], (128, 3))
+    max_tokens = usual[0] if max_tokens is None else max_tokens
+    repeats = usual[1] if repeats is None else repeats
+    sizes = {"max_tokens": max_tokens, "page_size": page_size}
+    sizes |= {"max_batch_tokens": max_batch_tokens}
+    place: dict[str, Any] = {"device": device, "dtype": dtype}
+    one_by_one: dict[str, list[Any]] = {
+        "num-requests": num_requests or numbers,
+        "publish": publish or ["off", "finish", "step", "schedule"],
+        "single-flight": single_flight or ["none", "completion", "prefill"],
+        "arrival": arrival or list(ARRIVALS),
+        "peer": peer or [],
+    }
+    cases = make_cases(*one_by_one.values())
+    check_sizes(prompt_tokens, repeats, sizes | place)
+    from minivllm.llm import LLM  # torch begins here
+
+    llm = LLM(model, num_pages=1, **place)
+    like = load_reuse(llm, prompt_tokens, **sizes)
+    facts = {"model": model, "prompt_tokens": prompt_tokens, **sizes, **place}
+    facts |= {"repeats": repeats}
+    rows, found = record_reuse(llm, like, cases, model, repeats, tell_run)
+    for line in reuse_table(rows, found["absent"]):
+        typer.echo(line, err=as_json)
+    command = spell("reuse", facts | one_by_one)
+    keep(make_record(command, rows, **facts | found), record, as_json)
+
+
+# %% export="command_bench.py" tags=["hide-input"]
+def check_place(record: Path | None) -> None:
+    """Raise `ValueError` if a record cannot be written there."""
+    if record is not None and (record.is_dir() or not record.parent.is_dir()):
+        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+
+
+def check_sizes(prompt_tokens: int, repeats: int, options: dict[str, Any]) -> None:
+    """Raise `ValueError` for what cannot be run, before a model is loaded."""
+    max_tokens = options.pop("max_tokens")
+    for name, value, least in (
+        ("prompt-tokens", prompt_tokens, 1),
+        ("max-tokens", max_tokens, 2),
+        ("repeats", repeats, 1),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}, not {value}")
+    read_options(options)
+
+
+def spell(command: str, options: dict[str, Any]) -> str:
+    """The command line that asks for this; a list is an option given repeatedly."""
+    words = ["minivllm bench", command]
+    for name, given in options.items():
+        for value in given if isinstance(given, list) else [given]:
+            words.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join(words)
+
+
+def tell_run(case: Case, outcome: Outcome) -> None:
+    """A sign of life for each run."""
+    typer.echo(f"{name_case(case)}  {outcome.makespan_s:.1f} s", err=True)
+
+
+def name_case(case: Case) -> str:
+    """The first columns of the table."""
+    who = case.engine if case.engine != "minivllm" else case.publish
+    waits = case.single_flight if case.engine == "minivllm" else ""
+    return f"{case.num_requests} {case.arrival:<9} {who:<12} {waits:<10}"
+
+
+def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
+    """The rows for people: medians, and what was counted."""
+    for name, reason in absent.items():
+        yield f"{name}: not measured: {reason}"
+    yield f"{'N arrival  publish      waits for':<34}{'TTFT':>8}{'longest':>9}" + (
+        f"{'makespan':>9} {'cached':>7} {'computed':>9}  same tokens"
+    )
+    for row in rows:
+        times = [each["median"] for each in (row.ttft_s, row.longest_s, row.makespan_s)]
+        seconds = "".join(f"{value:8.2f} " for value in times)
+        counts = f"{sum(row.cached_tokens):7} {row.prefill_tokens:9}"
+        yield f"{name_case(row)}{seconds}{counts}  {'yes' if row.same_tokens else 'NO'}"
+
 
 # %% [markdown]
 # ## What these numbers do not say
