@@ -1124,7 +1124,7 @@ sent at once, or while the first request decodes, to engines that answer differe
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import fmean, median
 from typing import Any, cast
@@ -1134,7 +1134,13 @@ from minivllm.bench import Spread, Trial, measure, nothing
 from minivllm.engine import Clock, Engine, Limits, Runner, WallClock
 from minivllm.options import CHOICES, assemble, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
-from minivllm.simulation import Work, work_of
+from minivllm.simulation import (
+    SerialPrefill,
+    SimulatedRunner,
+    VirtualClock,
+    Work,
+    work_of,
+)
 
 PUBLISH = ("off", *CHOICES["publish"])  # off: no prefix cache
 ARRIVALS = ("together", "token", "decode")
@@ -1156,17 +1162,21 @@ class Case:
     engine: str = "minivllm"
 
 
+Plan = tuple[tuple[tuple[str, int, int], ...], ...]  # steps, chunks: who, start, size
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a case, times in seconds."""
+    """One run of a case, times in seconds; requests in order of arrival."""
 
-    ttft_s: float  # the mean of all requests
-    longest_s: float  # from a request's submission to its end, the longest
+    ttfts_s: tuple[float, ...]  # from a request's submission to its first token
+    e2es_s: tuple[float, ...]  # and to its end
     makespan_s: float  # from the first submission to the last end
-    cached_tokens: tuple[int, ...]  # of each request, in order of arrival
+    cached_tokens: tuple[int, ...]
     prefill_tokens: int  # computed
     flights: int
     token_ids: tuple[tuple[int, ...], ...]
+    plan: Plan = ()
 
 
 # %% export="bench_reuse.py"
@@ -1177,6 +1187,7 @@ class Watched:
         self.runner = runner
         self.clock = clock
         self.steps: list[tuple[Work, float]] = []
+        self.plan: Plan = ()
         self.at_first_token: Callable[[], object] = nothing
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
@@ -1184,6 +1195,7 @@ class Watched:
         start_s = self.clock.now()
         tokens = self.runner.run(chunks)
         self.steps.append((work_of(chunks), self.clock.now() - start_s))
+        self.plan += (tuple((c.request_id, c.start, len(c.token_ids)) for c in chunks),)
         if any(chunk.samples for chunk in chunks):
             tell, self.at_first_token = self.at_first_token, nothing
             tell()
@@ -1238,7 +1250,21 @@ class Reuse:
             if outputs:
                 list(due)
         self.steps.extend(watched.steps)
-        return outcome_of(ended, engine.stats())
+        return replace(outcome_of(ended, engine.stats()), plan=watched.plan)
+
+    def rehearse(self, case: Case) -> Plan:
+        """The steps that a case will take, found out without the model (chapter 8)."""
+
+        def simulated(num_pages: int, clock: VirtualClock) -> Runner:
+            cost, vocab_size = SerialPrefill(1, 1, 1, 0), self.limits.vocab_size
+            return SimulatedRunner(cost, clock, vocab_size, num_pages, self.page_size)
+
+        parts: dict[str, Any] = {
+            "make_runner": simulated,
+            "make_clock": VirtualClock,
+            "steps": [],
+        }
+        return replace(self, **parts).run(case).plan
 
     def _submit(self, engine: Engine, case: Case) -> Iterator[str]:
         """Submit one more whenever the next id is asked for."""
@@ -1256,8 +1282,8 @@ def outcome_of(ended: Sequence[RequestOutput], stats: Mapping[str, int]) -> Outc
         raise RuntimeError("a request ended before its time: nothing was measured")
     metrics = [output.metrics for output in outputs]
     return Outcome(
-        fmean(each.ttft_s or 0.0 for each in metrics),
-        max(each.e2e_s or 0.0 for each in metrics),
+        tuple(each.ttft_s or 0.0 for each in metrics),
+        tuple(each.e2e_s or 0.0 for each in metrics),
         max(each.finished_s or 0.0 for each in metrics) - metrics[0].arrival_s,
         tuple(output.num_cached_tokens for output in outputs),
         stats["prefill_tokens"],
@@ -1305,16 +1331,35 @@ def check_choices(name: str, given: Sequence[str], choices: Sequence[str]) -> No
 
 
 # %% export="bench_reuse.py"
-@dataclass(frozen=True, kw_only=True)
-class ReuseRow(Case):
-    """A case and its repeats; counts are those of each repeat.
+def group_cases(like: Reuse, cases: Sequence[Case]) -> list[list[Case]]:
+    """Put cases together that differ in publication only, and not in any step."""
+    groups: dict[tuple[Case, Plan], list[Case]] = {}
+    for case in cases:
+        plan = like.rehearse(case) if case.engine == "minivllm" else ()
+        groups.setdefault((replace(case, publish=""), plan), []).append(case)
+    return list(groups.values())
 
-    `same_tokens`: every output was the one that a request gets alone, without a cache.
+
+# %% export="bench_reuse.py"
+@dataclass(frozen=True)
+class ReuseRow:
+    """A group of cases with the same steps; times in seconds.
+
+    `ran` names the publication of each repeat. `same_tokens`: each output is the one
+    that a request gets alone, without a cache.
     """
 
-    ttft_s: Mapping[str, Any]
-    longest_s: Mapping[str, Any]
+    engine: str
+    arrival: str
+    num_requests: int
+    publish: Sequence[str]
+    single_flight: str
+    ran: Sequence[str]
+    ttft_s: Mapping[str, Any]  # the mean of the requests
+    longest_s: Mapping[str, Any]  # the longest time from a submission to its end
     makespan_s: Mapping[str, Any]
+    ttfts_s: Sequence[float]  # of each request, medians
+    e2es_s: Sequence[float]
     cached_tokens: Sequence[int]
     prefill_tokens: int
     flights: int
@@ -1328,19 +1373,32 @@ def spread_of(values: Sequence[float]) -> dict[str, Any]:
     return bounds | {"values": list(values)}
 
 
+def medians(repeats: Sequence[Sequence[float]]) -> list[float]:
+    """The median of each request over the repeats."""
+    return [median(values) for values in zip(*repeats, strict=True)]
+
+
 def make_reuse_row(
-    case: Case, outcomes: Sequence[Outcome], alone: Sequence[int]
+    group: Sequence[Case], runs: Sequence[tuple[Case, Outcome]], alone: Sequence[int]
 ) -> ReuseRow:
     """A row of the record. `RuntimeError` if two repeats counted differently."""
-    counts = {(o.cached_tokens, o.prefill_tokens, o.flights) for o in outcomes}
+    case, outcomes = group[0], [outcome for _, outcome in runs]
+    counts = {(o.cached_tokens, o.prefill_tokens, o.flights, o.plan) for o in outcomes}
     if len(counts) != 1:
-        raise RuntimeError(f"repeats of {case} differ in what they counted: {counts}")
-    ((cached, prefill, flights),) = counts
+        raise RuntimeError(f"the repeats of {case} took different steps")
+    ((cached, prefill, flights, _),) = counts
     return ReuseRow(
-        **asdict(case),
-        ttft_s=spread_of([each.ttft_s for each in outcomes]),
-        longest_s=spread_of([each.longest_s for each in outcomes]),
+        case.engine,
+        case.arrival,
+        case.num_requests,
+        [each.publish for each in group],
+        case.single_flight,
+        ran=[each.publish for each, _ in runs],
+        ttft_s=spread_of([fmean(each.ttfts_s) for each in outcomes]),
+        longest_s=spread_of([max(each.e2es_s) for each in outcomes]),
         makespan_s=spread_of([each.makespan_s for each in outcomes]),
+        ttfts_s=medians([each.ttfts_s for each in outcomes]),
+        e2es_s=medians([each.e2es_s for each in outcomes]),
         cached_tokens=list(cached),
         prefill_tokens=prefill,
         flights=flights,
@@ -1351,28 +1409,28 @@ def make_reuse_row(
 # %% export="bench_reuse.py"
 def measure_reuse(
     contestants: Mapping[str, Callable[[Case], Outcome]],
-    cases: Sequence[Case],
+    groups: Sequence[Sequence[Case]],
     repeats: int = 3,
     told: Callable[[Case, Outcome], object] = lambda case, outcome: None,
 ) -> list[ReuseRow]:
-    """Run all cases in turn, `repeats` times, every other round in reverse order.
+    """Run all groups in turn, `repeats` times, every other round in reverse order.
 
-    Cases of an engine that is not among the contestants are left out.
+    The cases of a group take turns: a repeat runs one of them.
     """
-    cases = [case for case in cases if case.engine in contestants]
     first = {name: run(Case()) for name, run in contestants.items()}  # all are warm now
-    alone = first["minivllm"].token_ids[0]
-    outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
+    runs: list[list[tuple[Case, Outcome]]] = [[] for _ in groups]
 
-    def work(case: Case) -> float:
-        outcome = contestants[case.engine](case)
-        outcomes[case].append(outcome)
-        told(case, outcome)
-        return sum(outcome.cached_tokens)
+    def work(number: int) -> float:
+        group, before = groups[number], runs[number]
+        case = group[len(before) % len(group)]
+        before.append((case, contestants[case.engine](case)))
+        told(*before[-1])
+        return sum(before[-1][1].cached_tokens)
 
-    trials = {str(case): Trial(partial(work, case)) for case in cases}
+    trials = {str(n): Trial(partial(work, n)) for n in range(len(groups))}
     measure(trials, repeats, warmups=0)
-    return [make_reuse_row(case, outcomes[case], alone) for case in cases]
+    alone, pairs = first["minivllm"].token_ids[0], zip(groups, runs, strict=True)
+    return [make_reuse_row(group, ran, alone) for group, ran in pairs]
 
 
 def step_facts(steps: Sequence[tuple[Work, float]]) -> list[dict[str, Any]]:
@@ -1478,10 +1536,11 @@ class TransformersBatch:
     def _outcome(
         self, times: Sequence[float], answers: list[list[int]], num_tokens: int
     ) -> Outcome:
-        whole_s, cached = times[-1] - times[0], (0,) * len(answers)
-        token_ids = tuple(map(tuple, answers))
-        ttft_s = times[1] - times[0]
-        return Outcome(ttft_s, whole_s, whole_s, cached, num_tokens, 0, token_ids)
+        number, token_ids = len(answers), tuple(map(tuple, answers))
+        first_s, whole_s = times[1] - times[0], times[-1] - times[0]
+        ttfts_s, e2es_s = (first_s,) * number, (whole_s,) * number
+        cached = (0,) * number
+        return Outcome(ttfts_s, e2es_s, whole_s, cached, num_tokens, 0, token_ids)
 
 
 PEERS = {"transformers": TransformersBatch}
@@ -1506,7 +1565,8 @@ def record_reuse(
             contestants[name] = PEERS[name](model, llm, like).run
         except ImportError as reason:  # transformers reads GGUF files with accelerate
             absent[name] = " ".join(str(reason).split())
-    rows = measure_reuse(contestants, cases, repeats, told)
+    here = [case for case in cases if case.engine in contestants]
+    rows = measure_reuse(contestants, group_cases(like, here), repeats, told)
     weight = decoder_of(llm).embed_tokens.weight
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     return rows, {
@@ -1903,24 +1963,26 @@ def tell_run(case: Case, outcome: Outcome) -> None:
 
 
 def name_case(case: Case) -> str:
-    """The first columns of the table."""
-    who = case.engine if case.engine != "minivllm" else case.publish
-    waits = case.single_flight if case.engine == "minivllm" else ""
-    return f"{case.num_requests} {case.arrival:<9} {who:<12} {waits:<10}"
+    """The first columns of a line."""
+    ours = case.engine == "minivllm"
+    who, waits = (case.publish, case.single_flight) if ours else (case.engine, "")
+    return f"{case.num_requests} {case.arrival:<9} {waits:<11}{who:<22}"
 
 
 def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
     """The rows for people: medians, and what was counted."""
     for name, reason in absent.items():
         yield f"{name}: not measured: {reason}"
-    yield f"{'N arrival  publish      waits for':<34}{'TTFT':>8}{'longest':>9}" + (
-        f"{'makespan':>9} {'cached':>7} {'computed':>9}  same tokens"
-    )
+    head = f"{'N arrival   waits for  publish':<45}{'TTFT':>8} {'longest':>8}"
+    yield f"{head} {'makespan':>8} {'cached':>7} {'computed':>9}  same tokens"
     for row in rows:
         times = [each["median"] for each in (row.ttft_s, row.longest_s, row.makespan_s)]
+        publish, waits = " ".join(row.publish), row.single_flight
+        case = Case(row.num_requests, publish, waits, row.arrival, row.engine)
         seconds = "".join(f"{value:8.2f} " for value in times)
         counts = f"{sum(row.cached_tokens):7} {row.prefill_tokens:9}"
-        yield f"{name_case(row)}{seconds}{counts}  {'yes' if row.same_tokens else 'NO'}"
+        same = "yes" if row.same_tokens else "NO"
+        yield f"{name_case(case)}{seconds}{counts}  {same}"
 
 
 # %% [markdown]

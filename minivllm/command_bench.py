@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (c3bb4cd6): edit the chapter.
+# Exported from chapters/15_measuring.py (f89bdabe): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -234,21 +234,23 @@ def tell_run(case: Case, outcome: Outcome) -> None:
 
 
 def name_case(case: Case) -> str:
-    """The first columns of the table."""
-    who = case.engine if case.engine != "minivllm" else case.publish
-    waits = case.single_flight if case.engine == "minivllm" else ""
-    return f"{case.num_requests} {case.arrival:<9} {who:<12} {waits:<10}"
+    """The first columns of a line."""
+    ours = case.engine == "minivllm"
+    who, waits = (case.publish, case.single_flight) if ours else (case.engine, "")
+    return f"{case.num_requests} {case.arrival:<9} {waits:<11}{who:<22}"
 
 
 def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
     """The rows for people: medians, and what was counted."""
     for name, reason in absent.items():
         yield f"{name}: not measured: {reason}"
-    yield f"{'N arrival  publish      waits for':<34}{'TTFT':>8}{'longest':>9}" + (
-        f"{'makespan':>9} {'cached':>7} {'computed':>9}  same tokens"
-    )
+    head = f"{'N arrival   waits for  publish':<45}{'TTFT':>8} {'longest':>8}"
+    yield f"{head} {'makespan':>8} {'cached':>7} {'computed':>9}  same tokens"
     for row in rows:
         times = [each["median"] for each in (row.ttft_s, row.longest_s, row.makespan_s)]
+        publish, waits = " ".join(row.publish), row.single_flight
+        case = Case(row.num_requests, publish, waits, row.arrival, row.engine)
         seconds = "".join(f"{value:8.2f} " for value in times)
         counts = f"{sum(row.cached_tokens):7} {row.prefill_tokens:9}"
-        yield f"{name_case(row)}{seconds}{counts}  {'yes' if row.same_tokens else 'NO'}"
+        same = "yes" if row.same_tokens else "NO"
+        yield f"{name_case(case)}{seconds}{counts}  {same}"
