@@ -2183,7 +2183,7 @@ draw_bars(
 # Chapter 10's machine of time was fitted to the article's GPU. The record has the median of each kind
 # of step, so chapter 8's fit gives us this machine in the same four numbers:
 
-# %% name="reuse-fit"
+# %% name="reuse-fit" claims="R14 R15 R18"
 from minivllm.simulation import fit_serial_prefill
 
 measured_s = {
@@ -2332,8 +2332,8 @@ for (question, pair), words in zip(asked.items(), said, strict=True):
     )
 
 # %% [markdown]
-# The fitted model has every sign right but one. For the slowest of eight it says
-# [-6](#reuse-signs) % where the pairs range from [-7 to +22](#reuse-signs): nothing was shown. It is
+# Where a sign was shown, the fitted model has it. For the slowest of eight it says
+# [-6](#reuse-signs) %, and the pairs range from [-7 to +22](#reuse-signs). It is
 # off in size where waiting competes with lonely prefills: it charges a step that carries decodes
 # and a prefill for both in full (chapter 8), so it makes those who do not wait slower than they
 # are. And the signs that are not the article's are the ones that D and k turn.
@@ -2431,10 +2431,10 @@ draw_rows(
 # [4.30](#reuse-first-words) s, because we hand out first words one by one. The gain is the work that is
 # not done, and little else.
 #
-# Perfect reuse would be near 1.18: the step of the followers has 91 tokens, and a
-# prompt 493. We pay more, since each of seven short chunks gathers the keys and
-# values of 480 tokens for itself, in every layer, although they are the same. That they are the same is
-# known: it is in the page tables. Chapter 17's kernels can use it.
+# If time went by tokens, 584 beside 493 would be 1.18. We pay more. In a profile of the step with
+# seven suffixes the matrix products take little more than half of the time, and a third goes to attention:
+# each of seven short chunks gathers the keys and values of 480 tokens for itself, in every layer, although
+# they are the same pages. The page tables know it, and this attention does not ask.
 #
 # What was measured is one prompt, one model, two cores, and a machine with neighbours. The signs have
 # reasons that can be checked on yours: two timings, of one decode step and of a prefill, give D;
