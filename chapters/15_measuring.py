@@ -53,10 +53,11 @@ print("largest more than twice the smallest:", others[-1] > 2 * best)
 
 # %% [markdown]
 # One function, one argument, one machine, five answers. None of them is wrong. The first
-# look-up runs code that has not run yet, on memory that the processor has not at hand. The best of many says what is
-# possible when nothing disturbs. The median says what is usual. The fourth includes work that
-# a request does once, when it arrives: turning a list of Python integers into an array. The
-# fifth includes a pause that belongs to the whole process, charged to whoever was running.
+# look-up runs code that has not run yet, on memory that the processor has not at hand. The best
+# of many says what is possible when nothing disturbs. The median says what is usual. The fourth
+# includes work that a request does once, when it arrives: turning a list of Python integers
+# into an array. The fifth includes a pause that belongs to the whole process, charged to
+# whoever was running.
 #
 # The misconception is that code *has* a time, which one reads off. A time belongs to a
 # procedure: what was warm, what was encoded before the clock started, what else ran, and
@@ -1185,15 +1186,15 @@ class Outcome:
 
 
 # %% [markdown]
-# All requests come at once, or the second comes "when the first has its first token", or "as
-# it enters decode". Are the last two different? In this engine the step that completes a prompt also
-# samples the first token. So there is one moment, and it has an inside and an outside. Outside
-# is the caller: `step` has returned, the token is in its hands, the prompt is published, the flight
-# is closed. Inside is the end of the forward pass: the prompt is computed, and nobody has been told. A
-# request that comes from another thread can be submitted then. An engine that samples at the
-# beginning of its next step would have a whole decode step between the two. We want both moments, so
-# somebody has to stand at the inner one. This runner does, and takes down what each step
-# was and how long it took.
+# All requests come at once, or the second comes "when the first has its first token", or "as it
+# enters decode". Are the last two different? In this engine the step that completes a prompt
+# also samples the first token. So there is one moment, and it has an inside and an outside.
+# Outside is the caller: `step` has returned, the token is in its hands, the prompt is
+# published, the flight is closed. Inside is the end of the forward pass: the prompt is
+# computed, and nobody has been told. A request that comes from another thread can be submitted
+# then. An engine that samples at the beginning of its next step would have a whole decode step
+# between the two. We want both moments, so somebody has to stand at the inner one. This runner
+# does, and takes down what each step was and how long it took.
 
 
 # %% export="bench_reuse.py"
@@ -1642,9 +1643,10 @@ def record_reuse(
 # %% [markdown]
 # ## The command
 #
-# `minivllm bench cache` and `minivllm bench reuse` are the two experiments. The first prints each row when it is measured, so that one sees it move, and
-# keeps all of them in a record if asked. A fault in what was typed, a file that cannot be
-# written for example, is told before anything is measured.
+# `minivllm bench cache` and `minivllm bench reuse` are the two experiments. The first prints
+# each row when it is measured, so that one sees it move, and keeps all of them in a record if
+# asked. A fault in what was typed, a file that cannot be written for example, is told before
+# anything is measured.
 
 # %% export="command_bench.py"
 """The command `minivllm bench`: what is measured, each under its own name."""
@@ -2111,8 +2113,7 @@ assert all(
 
 # %% [markdown]
 # Seconds, medians of three; `cached` and `computed` are sums over the requests. A row is a group
-# of cases with the same steps, and three of its publications have run. The groups alone say
-# something. Where somebody waits, all publications take the same steps: for identical prompts early
+# of cases with the same steps, which took turns. The groups alone say something. Where somebody waits, all publications take the same steps: for identical prompts early
 # publication adds nothing to either release. Where nobody waits, `finish` takes the steps of
 # an engine without a cache. And every output of every row is the one that a
 # request gets alone.
@@ -2173,15 +2174,15 @@ draw_bars(
 # Against an engine without a cache the mean TTFT of eight requests falls from
 # [3.69](#reuse-table) to [1.26](#reuse-table) s if followers wait for the prefill, and to
 # [1.23](#reuse-table) under `schedule`. Publication after each step comes to
-# [1.81](#reuse-table), and only because a step of 512 tokens lets the requests start one after the
-# other. All that agrees with chapters 9 and 10. But look at the orange bars. With two requests
-# the article saw a worse TTFT and a *better* completion. Here both are worse. With eight it saw both
-# better. Here the TTFT has doubled.
+# [1.81](#reuse-table), and only because a step of 512 tokens lets the requests start one after
+# the other. All that agrees with chapters 9 and 10. But look at the orange bars. With two
+# requests the article saw a worse TTFT and a *better* completion. Here both are worse. With
+# eight it saw both better. Here the TTFT has doubled.
 #
 # ## Two machines
 #
-# Chapter 10's machine of time was fitted to the article's GPU. The record has the median of each kind
-# of step, so chapter 8's fit gives us this machine in the same four numbers:
+# Chapter 10's machine of time was fitted to the article's GPU. The record has the median of
+# each kind of step, so chapter 8's fit gives us this machine in the same four numbers:
 
 # %% name="reuse-fit" claims="R14 R15 R18"
 from minivllm.simulation import fit_serial_prefill
@@ -2258,12 +2259,13 @@ draw_rows(
 # %% [markdown]
 # In the picture you see the sign turn. Waiting saves a prefill, or 1 − s of it, at the price of
 # company: two decodes one after the other take 2D, side by side (1 + k)D. So the last end is
-# earlier if (1 − k)D < 1 − s, which is .24 < .97 for them, and here [5.27](#reuse-conditions) against
-# [0.95](#reuse-conditions). The early release of a late request makes the slowest
-# completion longer if k > 1 − 1 / D (chapter 10), which is .91 > .62 for them, and
-# here [0.28](#reuse-fit) against [0.86](#reuse-conditions). And waiting for completion beats the mean TTFT of
-# eight lonely prefills, 4.5, if 1 + 7(D + 7s) / 8 is less: [3.54](#reuse-conditions) for them,
-# [7.73](#reuse-conditions) here. Which of the two numbers is to blame? Change one at a time:
+# earlier if (1 − k)D < 1 − s, which is .24 < .97 for them, and here [5.27](#reuse-conditions)
+# against [0.95](#reuse-conditions). The early release of a late request makes the slowest
+# completion longer if k > 1 − 1 / D (chapter 10), which is .91 > .62 for them, and here
+# [0.28](#reuse-fit) against [0.86](#reuse-conditions). And waiting for completion beats the
+# mean TTFT of eight lonely prefills, 4.5, if 1 + 7(D + 7s) / 8 is less:
+# [3.54](#reuse-conditions) for them, [7.73](#reuse-conditions) here. Which of the two numbers
+# is to blame? Change one at a time:
 
 
 # %% name="reuse-conditions"
@@ -2299,11 +2301,12 @@ for question in ("R14 ttft_s", "R15 longest_s", "R18 longest_s"):
 # %% [markdown]
 # With our D their eight requests have the worse TTFT ([+46](#reuse-conditions) %), with our k
 # they keep the better one. With our k the completion of two gets worse and that of the late
-# request better; with our D neither turns. So D decides whether a decode is worth waiting for, and k
-# whether company is worth avoiding. Both come from what a step reads. A decode step of SmolLM2 in float32 reads half a gigabyte of weights, for one request or for eight: it
-# takes long beside a prefill, which reads them once for 493 tokens, and a companion costs
-# little more than its own keys and values. On the article's GPU, whose weights have 4 bits, the
-# weights cannot be what a step spends its time on, or a second request would ride along. What else it
+# request better; with our D neither turns. So D decides whether a decode is worth waiting for,
+# and k whether company is worth avoiding. Both come from what a step reads. A decode step of
+# SmolLM2 in float32 reads half a gigabyte of weights, for one request or for eight: it takes
+# long beside a prefill, which reads them once for 493 tokens, and a companion costs little more
+# than its own keys and values. On the article's GPU, whose weights have 4 bits, the weights
+# cannot be what a step spends its time on, or a second request would ride along. What else it
 # is, these measurements do not say.
 #
 # Now the model's predictions against the runs, of which it has seen nothing but single steps:
@@ -2338,9 +2341,9 @@ for (question, pair), words in zip(asked.items(), said, strict=True):
 # and a prefill for both in full (chapter 8), so it makes those who do not wait slower than they
 # are. And the signs that are not the article's are the ones that D and k turn.
 #
-# Early release survives the change of machine. It reuses the same tokens, its TTFT is lower, and here it is
-# free: the slowest completion of the late request gets shorter, by [35](#reuse-signs) % and not
-# longer by 14.
+# Early release survives the change of machine. It reuses the same tokens, its TTFT is lower,
+# and here it is free: the slowest completion of the late request gets shorter, by
+# [35](#reuse-signs) % and not longer by 14.
 #
 # ## The moment before the first token
 #
@@ -2359,11 +2362,11 @@ for waits in ("completion", "prefill"):
 
 # %% [markdown]
 # With the token in the caller's hand the first flight is closed, and under early release the
-# second request opens its own: [2](#reuse-late) flights. A moment earlier the flight is open, so it
-# follows in that one, and is let go in the same step. Then there is [1](#reuse-late) flight, and
-# the steps are the same, to the token. So the explanation of the article (the
-# first flight was closed, the second opened another) describes what happens, and is not needed for it. The
-# two decode together because the second was *released*, from whichever flight.
+# second request opens its own: [2](#reuse-late) flights. A moment earlier the flight is open,
+# so it follows in that one, and is let go in the same step. Then there is [1](#reuse-late)
+# flight, and the steps are the same, to the token. So the explanation of the article (the first
+# flight was closed, the second opened another) describes what happens, and is not needed for
+# it. The two decode together because the second was *released*, from whichever flight.
 #
 # ## Beside transformers
 #
@@ -2423,22 +2426,23 @@ draw_rows(
 )
 
 # %% [markdown]
-# The first of eight words comes on average after [1.17](#reuse-first-words) s under `schedule`, and
-# [1.23](#reuse-first-words) s with release after prefill: [1.30](#reuse-first-words) and
-# [1.33](#reuse-first-words) times what one request waits alone, and
-# [0.16](#reuse-first-words) times what transformers takes for the batch. That is no race between
-# equals. A static batch cannot do otherwise than compute eight prompts, and without a cache we take
-# [4.30](#reuse-first-words) s, because we hand out first words one by one. The gain is the work that is
-# not done, and little else.
+# The first of eight words comes on average after [1.17](#reuse-first-words) s under `schedule`,
+# and [1.23](#reuse-first-words) s with release after prefill: [1.30](#reuse-first-words) and
+# [1.33](#reuse-first-words) times what one request waits alone, and [0.16](#reuse-first-words)
+# times what transformers takes for the batch. That is no race between equals. A static batch
+# cannot do otherwise than compute eight prompts, and without a cache we take
+# [4.30](#reuse-first-words) s, because we hand out first words one by one. The gain is the work
+# that is not done, and little else.
 #
-# If time went by tokens, 584 beside 493 would be 1.18. We pay more. In a profile of the step with
-# seven suffixes the matrix products take little more than half of the time, and a third goes to attention:
-# each of seven short chunks gathers the keys and values of 480 tokens for itself, in every layer, although
-# they are the same pages. The page tables know it, and this attention does not ask.
+# If time went by tokens, 584 beside 493 would be 1.18. We pay more. In one profile of the
+# step with seven suffixes the matrix products take little more than half of the time, and a third
+# goes to attention: each of seven short chunks gathers the keys and values of 480 tokens for
+# itself, in every layer, although they are the same pages. The page tables know it, and this
+# attention does not ask.
 #
-# What was measured is one prompt, one model, two cores, and a machine with neighbours. The signs have
-# reasons that can be checked on yours: two timings, of one decode step and of a prefill, give D;
-# a third, of two requests in a step, gives k.
+# What was measured is one prompt, one model, two cores, and a machine with neighbours. The
+# signs have reasons that can be checked on yours: two timings, of one decode step and of a
+# prefill, give D; a third, of two requests in a step, gives k.
 #
 # ## Exercises
 #
