@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (00eb2edd): edit the chapter.
+# Exported from chapters/15_measuring.py (a4574748): edit the chapter.
 """Measuring: several contestants, in turn, in one process, with their spread."""
 
 import gc
@@ -166,8 +166,8 @@ def make_rows(
     return [make_row(what, name, each, first, unit) for name, each in found.items()]
 
 
-def make_record(command: str, rows: Iterable[Row], **facts: Any) -> dict[str, Any]:
-    """Measured rows with what they depend on, ready to be written as JSON."""
+def make_record(command: str, rows: Iterable[Any], **facts: Any) -> dict[str, Any]:
+    """Measured rows (dataclasses) and what they depend on, to be written as JSON."""
     return {
         "command": command,
         "commit": commit(),

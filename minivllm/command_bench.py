@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (c452fcf1): edit the chapter.
+# Exported from chapters/15_measuring.py (f89bdabe): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -11,7 +11,17 @@ import typer
 
 from minivllm.bench import Row, make_record
 from minivllm.bench_cache import OWN_MANAGERS, OWN_TREES, CacheBench
+from minivllm.bench_reuse import (
+    ARRIVALS,
+    Case,
+    Outcome,
+    ReuseRow,
+    load_reuse,
+    make_cases,
+    record_reuse,
+)
 from minivllm.cli import SCHEMA_VERSION
+from minivllm.options import read_options
 from minivllm.peers import invite
 
 app = typer.Typer(help="Measure, in one process, in turn, with the spread.")
@@ -51,8 +61,7 @@ def cache(
     ] = False,
 ) -> None:
     """Prefix trees and caches: match, insert, evict, memory, whole requests."""
-    if record is not None and (record.is_dir() or not record.parent.is_dir()):
-        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+    check_place(record)
     if any(size < 1 or 16 % size for size in page_size or ()):
         raise ValueError("--page-size must be 1, 2, 4, 8 or 16: the loads fork there")
     guests = invite(peer or [], peer_path or [])
@@ -66,11 +75,9 @@ def cache(
     )
     rows = list(tell(work.rows(), guests.absent, sys.stderr if as_json else sys.stdout))
     facts: dict[str, Any] = {"repeats": repeats, "scale": scale, "seed": seed}
-    given = [f"--{name} {value}" for name, value in facts.items()]
-    given += [f"--page-size {size}" for size in work.page_sizes]
-    given += [f"--peer {name}" for name in peer or []]
+    sizes = {"page_size": list(work.page_sizes), "peer": peer or []}
+    command = spell("cache", facts | sizes)
     facts |= {"peers": guests.versions, "absent": guests.absent}
-    command = " ".join(["minivllm bench cache", *given])
     keep(make_record(command, rows, **facts), record, as_json)
 
 
@@ -116,3 +123,134 @@ def keep(record: dict[str, Any], path: Path | None, as_json: bool) -> None:
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(whole))
+
+
+@app.command()
+def reuse(
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder, a .gguf file or a hub id.")
+    ] = "smollm2",
+    num_requests: Annotated[
+        list[int] | None, typer.Option(help="Identical requests; default 1 2 4 8.")
+    ] = None,
+    publish: Annotated[
+        list[str] | None,
+        typer.Option(help="off (no cache), finish, prompt, step, schedule."),
+    ] = None,
+    single_flight: Annotated[
+        list[str] | None, typer.Option(help="none, completion, prefill.")
+    ] = None,
+    arrival: Annotated[
+        list[str] | None,
+        typer.Option(help="together; token, decode: the second of two comes then."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="transformers: one static batch.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16.")] = "auto",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 493,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens of each; default 128.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    max_batch_tokens: Annotated[
+        int, typer.Option(help="New tokens in a step, at most.")
+    ] = 512,
+    repeats: Annotated[
+        int | None, typer.Option(help="Runs of each case; default 3.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Other defaults: 1 2 8, 16 tokens, one run.")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON.")
+    ] = False,
+) -> None:
+    """Identical requests on a model: when pages are visible, who waits, how long."""
+    check_place(record)
+    numbers, usual = ([1, 2, 8], (16, 1)) if quick else ([1, 2, 4, 8], (128, 3))
+    max_tokens = usual[0] if max_tokens is None else max_tokens
+    repeats = usual[1] if repeats is None else repeats
+    sizes = {"max_tokens": max_tokens, "page_size": page_size}
+    sizes |= {"max_batch_tokens": max_batch_tokens}
+    place: dict[str, Any] = {"device": device, "dtype": dtype}
+    one_by_one: dict[str, list[Any]] = {
+        "num-requests": num_requests or numbers,
+        "publish": publish or ["off", "finish", "step", "schedule"],
+        "single-flight": single_flight or ["none", "completion", "prefill"],
+        "arrival": arrival or list(ARRIVALS),
+        "peer": peer or [],
+    }
+    cases = make_cases(*one_by_one.values())
+    check_sizes(prompt_tokens, repeats, sizes | place)
+    from minivllm.llm import LLM  # torch begins here
+
+    llm = LLM(model, num_pages=1, **place)
+    like = load_reuse(llm, prompt_tokens, **sizes)
+    facts = {"model": model, "prompt_tokens": prompt_tokens, **sizes, **place}
+    facts |= {"repeats": repeats}
+    rows, found = record_reuse(llm, like, cases, model, repeats, tell_run)
+    for line in reuse_table(rows, found["absent"]):
+        typer.echo(line, err=as_json)
+    command = spell("reuse", facts | one_by_one)
+    keep(make_record(command, rows, **facts | found), record, as_json)
+
+
+def check_place(record: Path | None) -> None:
+    """Raise `ValueError` if a record cannot be written there."""
+    if record is not None and (record.is_dir() or not record.parent.is_dir()):
+        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+
+
+def check_sizes(prompt_tokens: int, repeats: int, options: dict[str, Any]) -> None:
+    """Raise `ValueError` for what cannot be run, before a model is loaded."""
+    max_tokens = options.pop("max_tokens")
+    for name, value, least in (
+        ("prompt-tokens", prompt_tokens, 1),
+        ("max-tokens", max_tokens, 2),
+        ("repeats", repeats, 1),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}, not {value}")
+    read_options(options)
+
+
+def spell(command: str, options: dict[str, Any]) -> str:
+    """The command line that asks for this; a list is an option given repeatedly."""
+    words = ["minivllm bench", command]
+    for name, given in options.items():
+        for value in given if isinstance(given, list) else [given]:
+            words.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join(words)
+
+
+def tell_run(case: Case, outcome: Outcome) -> None:
+    """A sign of life for each run."""
+    typer.echo(f"{name_case(case)}  {outcome.makespan_s:.1f} s", err=True)
+
+
+def name_case(case: Case) -> str:
+    """The first columns of a line."""
+    ours = case.engine == "minivllm"
+    who, waits = (case.publish, case.single_flight) if ours else (case.engine, "")
+    return f"{case.num_requests} {case.arrival:<9} {waits:<11}{who:<22}"
+
+
+def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
+    """The rows for people: medians, and what was counted."""
+    for name, reason in absent.items():
+        yield f"{name}: not measured: {reason}"
+    head = f"{'N arrival   waits for  publish':<45}{'TTFT':>8} {'longest':>8}"
+    yield f"{head} {'makespan':>8} {'cached':>7} {'computed':>9}  same tokens"
+    for row in rows:
+        times = [each["median"] for each in (row.ttft_s, row.longest_s, row.makespan_s)]
+        publish, waits = " ".join(row.publish), row.single_flight
+        case = Case(row.num_requests, publish, waits, row.arrival, row.engine)
+        seconds = "".join(f"{value:8.2f} " for value in times)
+        counts = f"{sum(row.cached_tokens):7} {row.prefill_tokens:9}"
+        same = "yes" if row.same_tokens else "NO"
+        yield f"{name_case(case)}{seconds}{counts}  {same}"
