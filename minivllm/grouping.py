@@ -1,4 +1,4 @@
-# Exported from chapters/12_grouping.py (aee4d878): edit the chapter.
+# Exported from chapters/12_grouping.py (5f0d9348): edit the chapter.
 """Who rides together: whom a step tries to admit, and in which order."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from minivllm.engine import Clock
@@ -54,15 +54,21 @@ TIERS = (1_000, 8_000)  # blocks: with 16 tokens in each, 16K and 128K tokens
 
 
 class Estimate(NamedTuple):
-    """How many blocks a waiting request may share, and the tier that makes of it."""
+    """What a waiting request may share, in blocks, and the tier that it is in."""
 
     state: RequestState
-    num_blocks: int
+    cached: int  # found in the index
+    common: int  # with the waiting request that is most like it
     tier: int
+
+    @property
+    def num_blocks(self) -> int:
+        """The longer of the two prefixes."""
+        return max(self.cached, self.common)
 
 
 class SharedPrefix(LongestPrefix):
-    """One tier of shared prefix lengths a step, the one with most to share first.
+    """One tier of shared prefix lengths a step, the one that finds most in the cache.
 
     `tiers` are limits in blocks of `page_size` tokens, rising. A request's blocks are
     those of its longest prefix that is cached, or common with another one that waits:
@@ -84,26 +90,15 @@ class SharedPrefix(LongestPrefix):
         self.tiers = check_tiers(tiers)
         self.observer = observer
 
-    def plan(self, waiting: Sequence[RequestState]) -> list[RequestState]:
-        """Who is due, then one tier of the most urgent, most blocks first."""
-        estimates = self.estimate(waiting[: self.window])
-        self.observer("plan", estimates=estimates)
-        urgent = [e for e in estimates if e.state.priority == waiting[0].priority]
-        due = [e for e in urgent if self.is_due(e.state)]
-        tier = max((e.tier for e in due[:1] or urgent), default=0)
-        group = [e for e in urgent if e.tier == tier and e not in due]
-        group.sort(key=lambda e: -e.num_blocks)
-        return [e.state for e in due + group]
-
     def estimate(self, waiting: Sequence[RequestState]) -> list[Estimate]:
-        """How many blocks each of these may share, in the order given."""
-        common = self._common(waiting)
-        cached = {state: self.num_cached(state) // self.page_size for state in waiting}
-        blocks = [(state, max(cached[state], common[state])) for state in waiting]
-        return [
-            Estimate(state, n, sum(n >= limit for limit in self.tiers))
-            for state, n in blocks
-        ]
+        """What each of these may share, in the order given."""
+        common, estimates = self._common(waiting), []
+        for state in waiting:
+            cached = self.num_cached(state) // self.page_size
+            blocks = max(cached, common[state])
+            tier = sum(blocks >= limit for limit in self.tiers)
+            estimates.append(Estimate(state, cached, common[state], tier))
+        return estimates
 
     def _common(self, waiting: Sequence[RequestState]) -> dict[RequestState, int]:
         """Blocks that each has in common with the one most like it.
@@ -118,21 +113,43 @@ class SharedPrefix(LongestPrefix):
                 common[one], common[other] = max(common[one], n), n
         return common
 
-    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
-        """The last member of the smallest chain, so that no chain goes in pieces.
+    def plan(self, waiting: Sequence[RequestState]) -> list[RequestState]:
+        """Who is due, then one tier of the most urgent, most cached blocks first."""
+        estimates = self.estimate(waiting[: self.window])
+        self.observer("plan", estimates=estimates)
+        urgent = [e for e in estimates if e.state.priority == waiting[0].priority]
+        due = [e for e in urgent if self.is_due(e.state)]
+        tier = due[0].tier if due else self._warmest(urgent)
+        group = [e for e in urgent if e.tier == tier and e not in due]
+        group.sort(key=lambda e: (-e.cached, -e.common))
+        return [e.state for e in due] + self._side_by_side(group)
 
-        A chain is the running requests that pin the same first page. Only the least
-        important are asked; who needs the pages goes only if nobody else can, so the
-        oldest of a priority always goes on.
+    def _warmest(self, estimates: Sequence[Estimate]) -> int:
+        """The tier with most cached blocks; of equals that of the first to come."""
+        cached: Counter[int] = Counter()
+        for estimate in estimates:
+            cached[estimate.tier] += estimate.cached
+        return max(cached, key=lambda tier: cached[tier], default=0)
+
+    def _side_by_side(self, group: Sequence[Estimate]) -> list[RequestState]:
+        """Those with one and the same prefix together, where the first stands."""
+        families: dict[bytes, list[RequestState]] = {}
+        for e in group:
+            prefix = e.state.tokens[: e.num_blocks * self.page_size]
+            families.setdefault(prefix.tobytes(), []).append(e.state)
+        return [state for family in families.values() for state in family]
+
+    def victim(self, unserved: Sequence[RequestState]) -> RequestState:
+        """Who shares fewest pages with the others, so that no chain goes in pieces.
+
+        Of equals the last to have come, and only among the least important. Who needs
+        the pages goes only if nobody else can: the oldest of a priority always goes on.
         """
         last = unserved[-1]
         others = [s for s in unserved[1:] if s.priority == last.priority] or [last]
-        sizes = Counter(self._chain(state) for state in unserved)
-        return min(reversed(others), key=lambda state: sizes[self._chain(state)])
-
-    def _chain(self, state: RequestState) -> object:
-        lease = state.lease
-        return lease.pages[0] if lease and lease.num_shared else state
+        pages = {s: s.lease.pages if s.lease else [] for s in unserved}
+        users = Counter(chain.from_iterable(pages.values()))
+        return min(reversed(others), key=lambda s: sum(users[p] > 1 for p in pages[s]))
 
 
 def check_tiers(tiers: Sequence[int]) -> tuple[int, ...]:
@@ -178,27 +195,27 @@ class Ledger:
     def _plan(self, estimates: Sequence[Estimate]) -> None:
         self._planned = {e.state.request.request_id: e for e in estimates}
 
+    def _finish(self, request_id: str, reason: str) -> None:
+        self._running.pop(request_id, None)
+
     def _admit(self, request_id: str, cached: int) -> None:
         estimate = self._planned.get(request_id)
         if estimate is None:
-            return
+            return  # admitted by a grouping that makes no estimates
         self._running[request_id] = estimate.tier
+        line = self.lines.setdefault(estimate.tier, TierLine())
         if estimate.state.num_cached_tokens is not None:
             return  # it comes back from a preemption, and finds itself
-        line = self.lines.setdefault(estimate.tier, TierLine())
         line.num_requests += 1
         line.estimated_blocks += estimate.num_blocks
         line.cached_blocks += cached // self.page_size
         line.queued_s += self.clock.now() - estimate.state.request.arrival_s
 
     def _schedule(self, chunks: Sequence[tuple[str, int, int]]) -> None:
-        names = [name for name, _, _ in chunks if name in self._running]
-        self.mixed[len({self._running[name] for name in names})] += bool(names)
-        for tier in {self._running[name] for name in names if name in self._planned}:
-            line = self.lines[tier]
-            line.num_steps += 1
-            line.step_tokens += sum(size for _, _, size in chunks)
+        tiers = {n: self._running[n] for n, _, _ in chunks if n in self._running}
+        if tiers:
+            self.mixed[len(set(tiers.values()))] += 1
+        for tier in {tiers[name] for name in tiers.keys() & self._planned.keys()}:
+            self.lines[tier].num_steps += 1
+            self.lines[tier].step_tokens += sum(size for _, _, size in chunks)
         self._planned = {}
-
-    def _finish(self, request_id: str, reason: str) -> None:
-        self._running.pop(request_id, None)
