@@ -1,4 +1,4 @@
-# Exported from chapters/12_grouping.py (5f0d9348): edit the chapter.
+# Exported from chapters/12_grouping.py (67631947): edit the chapter.
 """Who rides together: whom a step tries to admit, and in which order."""
 
 from __future__ import annotations
@@ -142,11 +142,11 @@ class SharedPrefix(LongestPrefix):
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
         """Who shares fewest pages with the others, so that no chain goes in pieces.
 
-        Of equals the last to have come, and only among the least important. Who needs
-        the pages goes only if nobody else can: the oldest of a priority always goes on.
+        Of equals the last to have come, and only among the least important, whose
+        oldest stays if anybody else can go.
         """
-        last = unserved[-1]
-        others = [s for s in unserved[1:] if s.priority == last.priority] or [last]
+        least = [s for s in unserved if s.priority == unserved[-1].priority]
+        others = least[1:] or least
         pages = {s: s.lease.pages if s.lease else [] for s in unserved}
         users = Counter(chain.from_iterable(pages.values()))
         return min(reversed(others), key=lambda s: sum(users[p] > 1 for p in pages[s]))
@@ -154,7 +154,7 @@ class SharedPrefix(LongestPrefix):
 
 def check_tiers(tiers: Sequence[int]) -> tuple[int, ...]:
     """The limits as a tuple. `ValueError` unless they are ints >= 1 that rise."""
-    limits = tuple(tiers)
+    limits = tuple(tiers) if isinstance(tiers, Sequence) else (0,)
     whole = all(type(n) is int and n > 0 for n in limits)
     if not whole or any(one >= other for one, other in pairwise(limits)):
         raise ValueError(f"tiers must be rising whole numbers >= 1, not {tiers!r}")
