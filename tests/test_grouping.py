@@ -170,7 +170,7 @@ def naive_order(states, estimates, passes, rule, max_passes):
     rule=st.sampled_from(["longest-prefix", "shared-prefix"]),
 )
 def test_a_plan_is_the_naive_order(held, waiting, passes, rule):
-    """Due first, then the warmest tier, most cached first; priority before all of it."""
+    """Due first, then the warmest tier, most cached first; priority wins."""
     engine = warmed(held, rule, page=2, max_passes=3)
     names = [engine.submit(t, extra_key=k, priority=p) for t, k, p in waiting]
     queue = engine.scheduler.waiting
@@ -302,7 +302,7 @@ def test_one_tier_a_step_and_it_goes_as_it_is():
     """V09, V20: budgets inside the group; a batch that is not full goes out."""
     engine = make_engine(max_batch_tokens=40)
     session = [1] * 24
-    for tokens in (session + [5], [2] * 8, session + [6], [3] * 8, session + [7]):
+    for tokens in ([*session, 5], [2] * 8, [*session, 6], [3] * 8, [*session, 7]):
         engine.submit(tokens, SamplingParams(max_tokens=2))
     engine.submit([4] * 4, SamplingParams(max_tokens=1), priority=-1)
     run_all(engine)
@@ -419,7 +419,7 @@ def test_a_chain_that_has_begun_to_go_goes_on_going():
 
 
 def test_the_oldest_is_never_preempted_and_everybody_ends():
-    """Lone and grouped requests in too little memory: no livelock, the first runs on."""
+    """Too little memory for lone and grouped ones: no livelock, the first runs on."""
     engine = make_engine(num_pages=24, max_running=6)
     for i in range(24):
         head = [1] * 20 if i % 2 else []
@@ -436,7 +436,7 @@ def test_the_ledger_adds_up():
     """V24, V25: estimates and finds per tier, tiers in a step, time in the queue."""
     engine = make_engine(max_batch_tokens=40, max_running=3)
     session = [1] * 24
-    prompts = [session + [5], [2] * 8, session + [6], [3] * 8, session + [7]]
+    prompts = [[*session, 5], [2] * 8, [*session, 6], [3] * 8, [*session, 7]]
     for tokens in prompts:
         engine.submit(tokens, SamplingParams(max_tokens=2))
     ended, lines = run_all(engine), engine.ledger.lines
@@ -603,15 +603,15 @@ FAULTS = [
     (
         forget_priority,
         lambda: test_an_unimportant_request_stays_behind_a_cold_one("longest-prefix"),
-        "",
+        None,
     ),
     (
         take_the_first,
         test_the_oldest_is_never_preempted_and_everybody_ends,
-        "",
+        None,
     ),
-    (take_the_last, lambda: test_a_chain_does_not_go_in_pieces("A.AA", 1), ""),
-    (keep_the_group, test_nothing_is_kept_between_assemblies, ""),
+    (take_the_last, lambda: test_a_chain_does_not_go_in_pieces("A.AA", 1), None),
+    (keep_the_group, test_nothing_is_kept_between_assemblies, None),
     (hold_the_lone, test_the_ledger_adds_up, "requests that never end"),
 ]
 
