@@ -441,7 +441,7 @@ draw_rows(
 
 # %% [markdown]
 # In buckets of equal width a few long sessions have two of the three to themselves, and
-# [97.9%](#tail) of the requests crowd into the first. Limits that grow, 1,000 and 8,000 blocks
+# [98.5%](#tail) of the requests crowd into the first. Limits that grow, 1,000 and 8,000 blocks
 # (at 16 tokens each [16000](#tail) and [128000](#tail)), are better: [92.4%](#tail) to
 # [7.6%](#tail). They were published for agents with long histories, and in this hour nobody is
 # in the third tier. Take the limits from your own traffic; `tiers` is an option for that
