@@ -222,9 +222,10 @@ class ThisStepOnly(PrefixCache):
 documents_of_32 = [ids(32) for _ in range(4)]
 queue = [document + ids(2) for _ in range(4) for document in documents_of_32]
 num_tokens = sum(map(len, queue))
+FOUR_SEATS = {"max_running": 4, "max_batch_tokens": 8_192}
 for name, rule in {"in order": in_order, "grouped": tiers(8)}.items():
     for kind, words in ((ThisStepOnly, "in a step"), (PrefixCache, "with the past")):
-        run = serve(at_once(queue), rule, kind=kind, max_running=4)
+        run = serve(at_once(queue), rule, kind=kind, **FOUR_SEATS)
         found = run.stats["cached_tokens"]
         print(f"{name:8} {words:13}: {found:4} of {num_tokens} tokens reused")
 
@@ -241,7 +242,7 @@ for name, rule in {"in order": in_order, "grouped": tiers(8)}.items():
 plans = {}
 for publish in ("step", "schedule"):
     for name, rule in {"in order": in_order, "grouped": tiers(8)}.items():
-        run = serve(at_once(queue, 32), rule, publish=publish, max_running=4)
+        run = serve(at_once(queue, 32), rule, publish=publish, **FOUR_SEATS)
         print(f"{publish:8} {name:8}: {run.stats['cached_tokens']:4} reused,", end=" ")
         print(f"mean TTFT {run.mean_ttft_s:.2f} s")
         plans[publish, name] = list(run.engine.log.of("schedule"))
@@ -276,7 +277,7 @@ draw_rows(
 )
 
 # %% [markdown]
-# Under `step` the grouped queue reuses [1536](#worse) tokens and the mixed one [6144](#worse):
+# Under `step` the grouped queue reuses [0](#worse) tokens and the mixed one [6144](#worse):
 # grouping is worse than none. With announcements it is the other way round, and the group has
 # its first tokens sooner. So `grouping="shared-prefix"` belongs to `publish="schedule"`.
 # SGLang, whose pages appear after a step, does the opposite with cold companions: it holds all
@@ -617,14 +618,14 @@ class SharedPrefix(SharedPrefix):
 
 # %% [markdown]
 # What a plan leaves out stays in the queue. The next step makes another, from nothing. A queue
-# of three kinds, tiers at 8 and 100 blocks, 4,096 tokens a step:
+# of three kinds, tiers at 8 and 50 blocks, 1,600 tokens a step:
 
 # %% name="assembly" claims="V09 V21"
 ReadySharedPrefix, ReadyLongestPrefix = SharedPrefix, LongestPrefix
 history, template = ids(100), ids(20)
 prompts = [ids(3), history + ids(5), template + ids(4)]
 prompts += [history + ids(9), ids(6), template + ids(1)]
-engine = make_engine(tiers(8, 50), max_batch_tokens=4_096)
+engine = make_engine(tiers(8, 50), max_batch_tokens=1_600)
 before = dict(vars(engine.scheduler.grouping))
 for prompt in prompts:
     engine.submit(prompt, SamplingParams(max_tokens=2))
@@ -668,11 +669,11 @@ Steps(
 # %% [markdown]
 # At first nothing is cached, so the step belongs to the tier of whoever came first: two
 # strangers, of [48](#assembly) and [96](#assembly) tokens. Seats and tokens are left over, and
-# the batch goes as it is. Still nothing is cached for the others; the session came first, and
-# its two turns ride together: one computes [1680](#assembly) tokens, the other
-# [144](#assembly). Then the template has its step. Between two steps the object keeps nothing:
-# its fields are the settings it was made with. A bucket that lived on would have to hear of
-# every eviction, abort and preemption.
+# the batch goes as it is. Then comes the session, whose first turn fills the step with
+# [1598](#assembly) tokens beside two decodes. In the third plan what was purple is green: the
+# second turn finds 100 blocks and has [144](#assembly) tokens left. The template is last.
+# Between two steps the object keeps nothing: its fields are the settings it was made with. A
+# bucket that lived on would have to hear of every eviction, abort and preemption.
 #
 # ## Nobody waits for company
 #
@@ -1240,7 +1241,7 @@ assert before_it == [3, 6]
 #
 # ### Exercise 3
 #
-# Under `step`, the grouped queue of sixteen reused [1536](#worse) tokens, since four of a kind
+# Under `step`, the grouped queue of sixteen reused [0](#worse) tokens, since all four of a kind
 # began together. Write a grouping that admits only the first of those who have an uncached
 # prefix in common, as SGLang does. How many tokens are reused then?
 
@@ -1260,7 +1261,7 @@ class OneOfEach(SharedPrefix):
 
 queue = [document + ids(2) for _ in range(4) for document in documents_of_32]
 rule = lambda find, log: OneOfEach(find, PAGE, (8,))
-reused = serve(at_once(queue, 32), rule, publish="step", max_running=4).stats
+reused = serve(at_once(queue, 32), rule, publish="step", **FOUR_SEATS).stats
 print(reused["cached_tokens"], "tokens reused")
 
 # %%
