@@ -278,10 +278,10 @@ draw_rows(
 
 # %% [markdown]
 # Under `step` the grouped queue reuses [0](#worse) tokens and the mixed one [6144](#worse):
-# grouping is worse than none. With announcements it is the other way round, and the group has
-# its first tokens sooner. So `grouping="shared-prefix"` belongs to `publish="schedule"`.
-# SGLang, whose pages appear after a step, does the opposite with cold companions: it holds all
-# but one of them back.
+# grouping is worse than none. With announcements both reuse the same, and the group has its
+# first tokens sooner. So `grouping="shared-prefix"` belongs to `publish="schedule"`. SGLang,
+# whose pages appear after a step, does the opposite with cold companions: it holds all but one
+# of them back.
 #
 # ## The longest prefix first
 #

@@ -64,6 +64,8 @@ def test_several_prompts(capsys):
         (["--device", "tpu"], "tpu"),
         (["--no-such-option"], "no-such-option"),
         (["--single-flight", "early"], "single_flight"),
+        (["--grouping", "best"], "grouping"),
+        (["--tiers", "8", "2"], "tiers"),
     ],
 )
 def test_mistakes_are_one_line(arguments, named, capsys):
