@@ -801,8 +801,8 @@ draw_rows(
 # business.
 #
 # A due request that does not fit stops the plan, so nobody overtakes it while it waits for
-# pages. And whoever is the oldest of its priority, once admitted, is never preempted. Together
-# the two rules leave no way to wait for ever.
+# pages. And whoever stands first in the order of all, once it runs, is never preempted.
+# Together the two rules leave no way to wait for ever.
 #
 # The last line is another mechanism. A caller who must not wait has a priority, and the plan
 # looks at nothing else before it: [0.09 s](#passed), bound or no bound. Mixing the two, a bonus
@@ -847,17 +847,16 @@ for rule in (LastToCome, SharedPrefix):
     run = serve(at_once(queue, 160), tiers(8), num_pages=100)
     away = [int(e.details["request_id"]) for e in run.engine.log.of("preempt")]
     print(f"{rule.__name__:12} sends away", [f"{i} ({kinds[i]})" for i in away])
-    print(
-        f"  {run.stats['recomputed_tokens']} tokens computed again, end {run.engine.clock.now():.2f} s"
-    )
+    again, end_s = run.stats["recomputed_tokens"], run.engine.clock.now()
+    print(f"  {again} tokens computed again, end {end_s:.2f} s")
 
 # %% [markdown]
 # By age, five preemptions: the chain loses 6, gets it back, loses it again, then 4.
 # [784](#chain) tokens are computed twice. By company, [511](#chain) and three preemptions, and
-# the chain breaks only when a lone request could not help any more. The run itself ends later,
-# at [5.84](#chain) s instead of [5.54](#chain): those sent away have more of their own to
-# compute, and they come back at the end. This rule saves work. It does not promise time. And a
-# very long lone request is an expensive victim, in return for many pages.
+# a member goes only after two of the lone ones. The run itself ends later, at [5.84](#chain) s
+# instead of [5.54](#chain): those sent away have more of their own to compute, and they come
+# back at the end. This rule saves work. It does not promise time. And a very long lone request
+# is an expensive victim, in return for many pages.
 #
 # ## A ledger
 #
@@ -962,14 +961,14 @@ for name, rule in {
     for tier, line in sorted(run.engine.ledger.lines.items()):
         n = line.num_requests
         print(
-            f"  tier {tier}: {n:3} requests, {line.estimated_blocks:6} blocks estimated,",
+            f"  tier {tier}: {n:3} requests, {line.estimated_blocks:5} blocks expected,",
             end=" ",
         )
         print(
-            f"{line.cached_blocks:6} found; queued {line.queued_s / max(n, 1):4.1f} s,",
+            f"{line.cached_blocks:5} found, queued {line.queued_s / max(n, 1):4.1f} s,",
             end=" ",
         )
-        print(f"{line.step_tokens / line.num_steps:4.0f} tokens a step")
+        print(f"{line.step_tokens / line.num_steps:4.0f} a step")
     if run.engine.ledger.mixed:
         print(
             "  steps by tiers in them:", dict(sorted(run.engine.ledger.mixed.items()))
@@ -1009,7 +1008,7 @@ for name in ("order of arrival", "tiers"):
 # Three entries per tier are worth reading. *Estimate against found*: the lone tier is exact,
 # the longest is promised [62774](#ledger) blocks and finds [45060](#ledger), for each session's
 # first turn computes what the second was estimated to share. A gap that grows means evictions,
-# or a grain that is too coarse. *Queued*, and *tokens a step*: a tier with a long queue and
+# or a grain that is too coarse. *Queued*, and tokens *a step*: a tier with a long queue and
 # thin batches is one tier too many. *Tiers in a step*: grouping has raised the unmixed steps
 # from [31](#ledger) to [191](#ledger), out of more than 450. A plan takes in one tier, and the
 # others are still there, decoding. Continuous batching mixes whatever it admits.
