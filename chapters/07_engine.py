@@ -481,6 +481,7 @@ draw_rows(
 class Scheduler(Scheduler):
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
+        last: tuple[int, ...] = ()
         seats = self.max_running - len(self.running)
         if not (self.waiting and budget and seats > 0):
             return batch
@@ -491,8 +492,9 @@ class Scheduler(Scheduler):
             if num_tokens == 0:
                 break
             batch.append(self._chunk(state, num_tokens))
-            self._count_passed(state)
+            last = max(last, state.order)
             budget -= num_tokens
+        self._count_passed(last)
         return batch
 
 
@@ -504,10 +506,10 @@ class Scheduler(Scheduler):
 
 # %% export="scheduler.py"
 class Scheduler(Scheduler):
-    def _count_passed(self, admitted: RequestState) -> None:
-        """Who stood before the one that was admitted has been passed over once more."""
+    def _count_passed(self, last: tuple[int, ...]) -> None:
+        """Who waits, and stood before the last of those admitted, was passed over."""
         for state in self.waiting:
-            if state.order > admitted.order:
+            if state.order > last:
                 return
             state.num_passed += 1
 

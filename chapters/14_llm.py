@@ -39,10 +39,11 @@ from minivllm.engine import (
     Runner,
 )
 from minivllm.events import Observer, ignore
+from minivllm.grouping import TIERS, LongestPrefix, SharedPrefix, check_tiers
 from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
-from minivllm.scheduler import ADMISSIONS, Scheduler
+from minivllm.scheduler import ADMISSIONS, ArrivalOrder, Grouping, Scheduler
 from minivllm.single_flight import (
     RELEASES,
     PromptAtLeast,
@@ -60,7 +61,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "index": tuple(INDEXES),
     "publish": tuple(PUBLISHERS),
     "single_flight": ("none", *RELEASES),
-    "grouping": ("arrival",),
+    "grouping": ("arrival", "longest-prefix", "shared-prefix"),
     "admission": ADMISSIONS,
     "eviction": tuple(EVICTION),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -96,6 +97,9 @@ class EngineOptions:
         None, "Pages being computed that are worth a wait; none: nobody waits."
     )
     grouping: str = option("arrival", "Who rides in one batch.")
+    tiers: tuple[int, int] = option(
+        TIERS, "Limits of the tiers of shared-prefix, in pages."
+    )
     admission: str = option("optimistic", "What must fit before a request runs.")
     eviction: str = option("lru", "Which unused page goes first.")
     page_size: int = option(16, "Tokens in a page.")
@@ -122,6 +126,7 @@ class EngineOptions:
                 "wait_for_prefix waits for pages, and publish='finish' shows them too "
                 "late: choose another, or single_flight='prefill'"
             )
+        check_tiers(self.tiers)
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         if str(self.device).split(":")[0] not in DEVICES:
@@ -177,8 +182,8 @@ for attempt in (
 # ## From names to objects
 #
 # This is the composition root, the one function that knows all policies. It takes any runner,
-# so a simulated engine is put together by the same lines. Two choices are more than a name in a
-# table. `schedule` publishes like `step`, and announces besides. And a release after prefill
+# so a simulated engine is put together by the same lines. Three choices are more than a name in a
+# table. A grouping asks the cache, so it is made after it. `schedule` publishes like `step`, and announces besides. And a release after prefill
 # promises followers the leader's prompt, so the prompt is published then, whatever the
 # publication policy says. Who waits for a part of a prompt is a matter of the queue, and a
 # wrapper around its grouping. Without an index there is nothing to announce, and nothing to
@@ -204,6 +209,7 @@ def assemble(
         options.max_running,
         options.max_batch_tokens,
         options.admission,
+        _grouping(options, cache, observer),
         announcer=Announcements(options.page_size) if announces else None,
         observer=observer,
     )
@@ -220,6 +226,17 @@ def assemble(
         observer=observer,
         **seams,
     )
+
+
+def _grouping(
+    options: EngineOptions, cache: PrefixCache, observer: Observer
+) -> Grouping:
+    if options.grouping == "longest-prefix":
+        return LongestPrefix(cache.find)
+    if options.grouping == "shared-prefix":
+        size, tiers = options.page_size, options.tiers
+        return SharedPrefix(cache.find, size, tiers, observer=observer)
+    return ArrivalOrder()
 
 
 # %% [markdown]

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (1d73033f): edit the chapter.
+# Exported from chapters/14_llm.py (679e7fff): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Mapping
@@ -14,10 +14,11 @@ from minivllm.engine import (
     Runner,
 )
 from minivllm.events import Observer, ignore
+from minivllm.grouping import TIERS, LongestPrefix, SharedPrefix, check_tiers
 from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
-from minivllm.scheduler import ADMISSIONS, Scheduler
+from minivllm.scheduler import ADMISSIONS, ArrivalOrder, Grouping, Scheduler
 from minivllm.single_flight import (
     RELEASES,
     PromptAtLeast,
@@ -35,7 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "index": tuple(INDEXES),
     "publish": tuple(PUBLISHERS),
     "single_flight": ("none", *RELEASES),
-    "grouping": ("arrival",),
+    "grouping": ("arrival", "longest-prefix", "shared-prefix"),
     "admission": ADMISSIONS,
     "eviction": tuple(EVICTION),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -70,6 +71,9 @@ class EngineOptions:
         None, "Pages being computed that are worth a wait; none: nobody waits."
     )
     grouping: str = option("arrival", "Who rides in one batch.")
+    tiers: tuple[int, int] = option(
+        TIERS, "Limits of the tiers of shared-prefix, in pages."
+    )
     admission: str = option("optimistic", "What must fit before a request runs.")
     eviction: str = option("lru", "Which unused page goes first.")
     page_size: int = option(16, "Tokens in a page.")
@@ -96,6 +100,7 @@ class EngineOptions:
                 "wait_for_prefix waits for pages, and publish='finish' shows them too "
                 "late: choose another, or single_flight='prefill'"
             )
+        check_tiers(self.tiers)
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         if str(self.device).split(":")[0] not in DEVICES:
@@ -149,6 +154,7 @@ def assemble(
         options.max_running,
         options.max_batch_tokens,
         options.admission,
+        _grouping(options, cache, observer),
         announcer=Announcements(options.page_size) if announces else None,
         observer=observer,
     )
@@ -165,3 +171,14 @@ def assemble(
         observer=observer,
         **seams,
     )
+
+
+def _grouping(
+    options: EngineOptions, cache: PrefixCache, observer: Observer
+) -> Grouping:
+    if options.grouping == "longest-prefix":
+        return LongestPrefix(cache.find)
+    if options.grouping == "shared-prefix":
+        size, tiers = options.page_size, options.tiers
+        return SharedPrefix(cache.find, size, tiers, observer=observer)
+    return ArrivalOrder()

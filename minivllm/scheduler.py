@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (a1c65e66): edit the chapter.
+# Exported from chapters/07_engine.py (1609ee11): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -207,6 +207,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
+        last: tuple[int, ...] = ()
         seats = self.max_running - len(self.running)
         if not (self.waiting and budget and seats > 0):
             return batch
@@ -217,14 +218,15 @@ class Scheduler:
             if num_tokens == 0:
                 break
             batch.append(self._chunk(state, num_tokens))
-            self._count_passed(state)
+            last = max(last, state.order)
             budget -= num_tokens
+        self._count_passed(last)
         return batch
 
-    def _count_passed(self, admitted: RequestState) -> None:
-        """Who stood before the one that was admitted has been passed over once more."""
+    def _count_passed(self, last: tuple[int, ...]) -> None:
+        """Who waits, and stood before the last of those admitted, was passed over."""
         for state in self.waiting:
-            if state.order > admitted.order:
+            if state.order > last:
                 return
             state.num_passed += 1
 

@@ -65,6 +65,8 @@ def test_several_prompts(capsys):
         (["--no-such-option"], "no-such-option"),
         (["--single-flight", "early"], "single_flight"),
         (["--wait-for-prefix", "0"], "wait_for_prefix"),
+        (["--grouping", "best"], "grouping"),
+        (["--tiers", "8", "2"], "tiers"),
     ],
 )
 def test_mistakes_are_one_line(arguments, named, capsys):
