@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (f89bdabe): edit the chapter.
+# Exported from chapters/15_measuring.py (56cc50a9): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -237,14 +237,14 @@ def name_case(case: Case) -> str:
     """The first columns of a line."""
     ours = case.engine == "minivllm"
     who, waits = (case.publish, case.single_flight) if ours else (case.engine, "")
-    return f"{case.num_requests} {case.arrival:<9} {waits:<11}{who:<22}"
+    return f"{case.num_requests} {case.arrival:<9} {waits:<11}{who:<24}"
 
 
 def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
     """The rows for people: medians, and what was counted."""
     for name, reason in absent.items():
         yield f"{name}: not measured: {reason}"
-    head = f"{'N arrival   waits for  publish':<45}{'TTFT':>8} {'longest':>8}"
+    head = f"{'N arrival   waits for  publish':<47}{'TTFT':>8} {'longest':>8}"
     yield f"{head} {'makespan':>8} {'cached':>7} {'computed':>9}  same tokens"
     for row in rows:
         times = [each["median"] for each in (row.ttft_s, row.longest_s, row.makespan_s)]

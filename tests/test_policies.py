@@ -338,12 +338,13 @@ class Life(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         priority=st.integers(0, 1),
         extra_key=st.sampled_from([None, None, "salt"]),
+        n=st.sampled_from([1, 1, 1, 3]),
     )
-    def submit(self, blocks, size, max_tokens, **options):
+    def submit(self, blocks, size, max_tokens, n, **options):
         prompt = [block for block in blocks for _ in range(4)][:size]
-        params = SamplingParams(max_tokens=max_tokens)
+        params = SamplingParams(max_tokens=max_tokens, n=n)
         name = self.engine.submit(prompt, params, **options)
-        self.wanted[name] = (prompt, max_tokens)
+        self.wanted[name] = (prompt, max_tokens, n)
 
     @rule(times=st.integers(1, 5))
     def step(self, times):
@@ -359,7 +360,7 @@ class Life(RuleBasedStateMachine):
         output = self.engine.abort(name)
         assert (output is None) == (name in self.ended)
         if output is not None:
-            assert output.outputs[0].finish_reason == "abort"
+            assert any(c.finish_reason == "abort" for c in output.outputs)
             self.end(output)
 
     @precondition(lambda self: self.engine.scheduler.running)
@@ -373,14 +374,16 @@ class Life(RuleBasedStateMachine):
         self.engine.runner.fail.add(self.engine.runner.num_runs + after)
 
     def end(self, output):
-        name, (answer,) = output.request_id, output.outputs
+        name, answers = output.request_id, output.outputs
         assert name not in self.ended, "a request that ends twice"
-        self.ended[name] = answer.finish_reason
-        prompt, max_tokens = self.wanted[name]
-        if answer.finish_reason == "length":
-            assert len(answer.token_ids) == max_tokens
-        expected = cold_continuation(prompt, len(answer.token_ids), VOCAB)
-        assert answer.token_ids == expected
+        self.ended[name] = [answer.finish_reason for answer in answers]
+        prompt, max_tokens, n = self.wanted[name]
+        assert len(answers) == n
+        for answer in answers:
+            if answer.finish_reason == "length":
+                assert len(answer.token_ids) == max_tokens
+            expected = cold_continuation(prompt, len(answer.token_ids), VOCAB)
+            assert answer.token_ids == expected
 
     @invariant()
     def all_is_well(self):
