@@ -693,8 +693,9 @@ draw_rows(
 )
 
 # %% [markdown]
-# A leader that hangs up in mid-prompt leaves what it has computed: its heir finds
-# [256](#accidents) tokens. After a failed pass the leader ends with `error`, and the next one
+# A request that hangs up is told so by `abort` itself and by no step, so it is not among these
+# ends unless it ended otherwise first. A leader that hangs up in mid-prompt leaves what it has
+# computed: its heir finds [256](#accidents) tokens. After a failed pass the leader ends with `error`, and the next one
 # goes on from the last page that was computed before, at [128](#accidents). It may fail too,
 # and then for its own reasons; nobody is told success or failure on account of somebody else.
 # Once released, followers do not notice that their leader is gone. The engine has to do little
@@ -703,15 +704,18 @@ draw_rows(
 #
 # Other accidents are quieter, and the tests have a case for each. A leader is preempted: it
 # goes back to the queue, its followers wait on, and its prefill is reported when it is done. A
-# request that can never fit is refused before a flight is opened. And a follower may be more
+# request that can never fit is refused before a flight is opened. A client that is gone is one
+# that hangs up: whoever notices calls `abort`. The same input may come again while members of
+# its flight that were released still run: it opens a new flight, and as those are remembered by
+# their ids alone, nothing that they do can touch it. And a follower may be more
 # urgent than its leader. It would then wait behind everything that stands before the leader, so
 # a leader carries the highest priority of those who wait for it. The engine computes that anew
 # when one joins, leaves or inherits, and the release ends it.
 #
 # And a request may be its own twin. With `n=4` it asks for four continuations of one prompt, and
-# that is four identical requests at one moment (chapter 7): the first of them leads, three follow.
-# Here a stranger with the same prompt comes right behind them; once nothing happens, and once the
-# caller of the four hangs up in the middle of the prompt:
+# that is four identical requests at one moment (chapter 7), numbered 0 to 3: the first of them
+# leads, three follow. Another caller, number 4, sends the same prompt right behind them. Once
+# nothing happens, and once the caller of the four hangs up in the middle of the prompt:
 
 
 # %% name="continuations"
@@ -729,13 +733,14 @@ for label, run in (
     print(f"{label}: {run.stats['prefill_tokens']} tokens computed")
     for output in run.outputs:
         ends = [completion.finish_reason for completion in output.outputs]
-        print(f"  request {output.request_id}: {ends}")
+        found = output.num_cached_tokens
+        print(f"  request {output.request_id}: {found} tokens cached, {ends}")
 
 # %% [markdown]
 # Five answers cost [545](#continuations) tokens of prefill, one prompt and four times 13. If the
 # four go, they go from the last follower to the leader, so that none of them inherits only to
-# leave. The stranger inherits, finds what the leader had computed, and in all
-# [493](#continuations) tokens have been computed, each once.
+# leave. Number 4 inherits, finds the [256](#continuations) tokens that the leader had computed,
+# and in all [493](#continuations) have been computed, each once.
 #
 # While they wait followers hold no page and no slot of the batch. This is not a detail. In an
 # engine that parks them in slots, seven followers fill a small batch, and no stranger gets in
@@ -783,9 +788,10 @@ print("480 of 493 equal: cached, followers", pair(prompt[:480] + [1] * 13))
 #
 # So let us keep no table. In each step the scheduler asks a `Grouping` whom to admit (chapter
 # 7), and a request can be left out of that answer. Whether it should be is a question about
-# this moment: is somebody about to compute at least k pages that I need, and that the cache
+# this moment: is somebody about to compute at least m pages that I need, and that the cache
 # does not have? The wrapper below asks it anew in every step. `cache` finds what is there, and
-# the tokens of those who are still in their prompts say what will be.
+# the tokens of those who are still in their prompts say what will be. A plan looks at as many
+# requests as there are free seats, and at 64 more, so a long queue does not make a long step.
 
 
 # %% export="single_flight.py"
@@ -837,7 +843,7 @@ def in_prompt(state: RequestState) -> bool:
 
 
 # %% [markdown]
-# Two prompts that agree on the first `end` tokens share the k pages after the cached ones; that
+# Two prompts that agree on the first `end` tokens share the m pages after the cached ones; that
 # is all there is to compare. The plan then seems to write itself: leave out those who wait.
 
 
@@ -895,12 +901,13 @@ for prompts, budget in (
 #
 # How long does a request wait? Those who run are served first, each with all that the budget
 # allows. So a step that has room for somebody new has computed the rest of *every* prompt that
-# was running, and if the pages are shown, nobody has to wait for these in the next one. A wait
-# costs one step, the one in which the request could have started. It can happen again, if
-# somebody who starts before it shares more of its prompt; but each time k of its own pages have
-# appeared. (Only an abort, a failure or an eviction can take that back.) And nobody waits for
-# ever: the first in the plan has nobody before it, and whoever runs moves on. If the one who
-# computes hangs up, fails or is preempted, there is nothing to repair: the next plan asks again.
+# was running, and if the pages are shown, nobody has to wait for these in the next one. By this
+# reckoning a wait costs one step, the one in which the request could have started.
+#
+# It can happen again, if somebody who starts before it shares more of its prompt; but each time
+# m of its own pages have appeared. Nobody waits for ever: the first in the plan has nobody before
+# it, and whoever runs moves on. And if the one who computes hangs up, fails or is preempted,
+# there is nothing to repair: the next plan asks again.
 #
 # ## The seat that was given up
 #
@@ -1002,7 +1009,7 @@ for num_pages in (2, 4, 8, 16, 30):
 # With two pages the first gains, the one who waits has its first token at [0.95](#hurts) and
 # not at [0.61](#hurts), and the mean is [18](#hurts) percent worse. The wait is one step, and
 # that step makes twenty others decode. With eight pages the mean is better and the one who
-# waits still is not. This is what k is for: the pages must cost more than a step does. k = 1
+# waits still is not. This is what m is for: the pages must cost more than a step does. m = 1
 # waits for anything; what is right depends on who else is running.
 #
 # And there is a rival. Announced pages (chapter 9) can be read in the step that computes them,
@@ -1032,7 +1039,7 @@ print(f"two pages, twenty decode: TTFT {ttfts[0]:.2f} and {ttfts[1]:.2f}")
 #
 # ## What still waits for nothing
 #
-# Flights have no such k. A prompt shorter than a page has no full page to share, and its
+# Flights have no such m. A prompt shorter than a page has no full page to share, and its
 # followers are held all the same: for a step under early release, for a whole answer under
 # completion. And when the prompt is cached already, release at completion makes
 # followers wait for a decode although their prefix is there, as in the upper half of the

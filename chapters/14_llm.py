@@ -96,9 +96,11 @@ class EngineOptions:
     wait_for_prefix: int | None = option(
         None, "Pages being computed that are worth a wait; none: nobody waits."
     )
-    grouping: str = option("arrival", "Who rides in one batch.")
+    grouping: str = option(
+        "arrival", "Whom a step admits first; shared-prefix wants publish=schedule."
+    )
     tiers: tuple[int, int] = option(
-        TIERS, "Limits of the tiers of shared-prefix, in pages."
+        TIERS, "The two limits of shared-prefix's tiers, in pages (blocks)."
     )
     admission: str = option("optimistic", "What must fit before a request runs.")
     eviction: str = option("lru", "Which unused page goes first.")
