@@ -329,8 +329,8 @@ class Life(RuleBasedStateMachine):
     )
     def begin(self, **chosen):
         self.engine = make_engine(**chosen, pool="tight")
-        self.wanted: dict[str, tuple[list[int], int]] = {}
-        self.ended: dict[str, str] = {}
+        self.wanted: dict[str, tuple[list[int], int, int]] = {}
+        self.ended: dict[str, list[str]] = {}
 
     @rule(
         blocks=st.lists(st.integers(0, 1), min_size=1, max_size=8),

@@ -337,8 +337,8 @@ class Waits(Life):
         self.engine = make_any_engine(**chosen, pool="roomy")
         scheduler = self.engine.scheduler
         scheduler.grouping = Compared(scheduler, min_pages, max_passes=1_000)
-        self.wanted: dict[str, tuple[list[int], int]] = {}
-        self.ended: dict[str, str] = {}
+        self.wanted: dict[str, tuple[list[int], int, int]] = {}
+        self.ended: dict[str, list[str]] = {}
 
     @rule(
         branches=st.lists(st.integers(1, 2), min_size=1, max_size=3),
@@ -350,7 +350,8 @@ class Waits(Life):
     def submit(self, branches, lengths, max_tokens, **options):
         pairs = zip(branches, lengths, strict=False)
         ids = [branch for branch, length in pairs for _ in range(length)]
-        self.wanted[submit(self.engine, ids, max_tokens, **options)] = (ids, max_tokens)
+        name = submit(self.engine, ids, max_tokens, **options)
+        self.wanted[name] = (ids, max_tokens, 1)
 
     def teardown(self):
         """The first of those who run gets the whole budget, and none is preempted: no
