@@ -559,7 +559,16 @@ class SamplingParams(SamplingParams):
                 self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
                 f"seed must be a whole number, not {self.seed!r}",
             ),
-            (_is_int(self.n, 1), f"n must be a whole number >= 1, not {self.n!r}"),
+            (
+                _is_int(self.n, 1, MOST_CONTINUATIONS),
+                f"n must be a whole number >= 1, not {self.n!r}"
+                if not _is_int(self.n, MOST_CONTINUATIONS)
+                else f"n must be at most {MOST_CONTINUATIONS}, not {self.n}",
+            ),
+            (
+                not (self.seed and _is_int(self.n, 1)) or self.seed + self.n <= SEEDS,
+                f"seed must be at most 2**64 - n, not {self.seed!r}",
+            ),
             (
                 self.n == 1 or self.temperature >= GREEDY_BELOW,
                 f"n must be 1 at temperature 0, not {self.n}: all would be equal",
@@ -576,6 +585,7 @@ class SamplingParams(SamplingParams):
 
 
 GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
+MOST_CONTINUATIONS = 16_384  # vLLM's bound
 SEEDS = 2**64  # seeds lie between minus and plus this
 
 

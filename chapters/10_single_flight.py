@@ -334,6 +334,10 @@ class SingleFlight(SingleFlight):
         """Flights opened and requests that waited, so far."""
         return {"flights": self.num_flights, "followers": self.num_followers}
 
+    def start_over(self) -> None:
+        """Forget all live requests, whatever state they are in."""
+        self._flights, self._members, self._released = {}, {}, set()
+
     def check(self) -> None:
         """Assert that every live id has exactly one place, and no flight is empty."""
         seen: set[str] = set()
@@ -931,7 +935,10 @@ for label, run in given_up.items():
 #
 # So who comes after one that waits may go first only if this step has room for all of its
 # prompt. Then it has nothing left to compute when the wait is over. The first one that is
-# longer ends the plan, as in any queue that keeps its order. (Those who wait are passed over all
+# longer ends the plan, as in any queue that keeps its order. Whoever waits also keeps its seat:
+# a request with a short prompt and a long answer would have it for a long time. Nobody less
+# important passes, and under `reserve`, where whoever starts has its pages to the end, nobody
+# does. (Those who wait are passed over all
 # the same. Chapter 12 promises that this happens in `max_passes` steps at most, so who has
 # reached them waits for nobody.)
 
@@ -944,20 +951,27 @@ class WaitForPrefix(WaitForPrefix):
         planned: list[RequestState] = []
         computing = [state for state in running if in_prompt(state)]
         room = scheduler.max_batch_tokens - sum(s.num_pending for s in running)
-        num_seats, held = scheduler.max_running - len(running), False
+        num_seats, held = scheduler.max_running - len(running), list[RequestState]()
         for state in islice(self.grouping.plan(waiting), num_seats + MAX_HELD):
             num_cached = self._num_cached(state)
             num_tokens = max(1, len(state.tokens) - num_cached)
             if self._waits(state, num_cached, computing):
-                held = True
+                held.append(state)
                 scheduler.observer("wait", request_id=state.request.request_id)
-            elif len(planned) == num_seats or (held and num_tokens > room):
+            elif len(planned) + len(held) >= num_seats:
+                break  # those who wait keep their seats
+            elif held and (num_tokens > room or not self._may_pass(state, held)):
                 break
             else:
                 planned.append(state)
                 computing.append(state)
                 room -= num_tokens
         return planned
+
+    def _may_pass(self, state: RequestState, held: Sequence[RequestState]) -> bool:
+        """Nobody less important, and nobody whose pages are promised to its end."""
+        least = min(other.priority for other in held)
+        return state.priority <= least and self.scheduler.admission != "reserve"
 
 
 # %% name="kept" tags=["hide-input"]

@@ -465,8 +465,8 @@ class LLM(LLM):
             while self.engine.has_unfinished():
                 finished |= {o.request_id: o for o in self.engine.step() if o.finished}
         finally:
-            for name in names:
-                self.engine.abort(name)  # does nothing for those that have ended
+            for name in self.engine.unfinished():
+                self.engine.abort(name)
         return finished
 
 

@@ -1534,8 +1534,11 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
     """The experiment on a loaded model; `sizes` are fields of `Reuse`."""
     from minivllm.runner import ModelRunner  # torch begins here
 
-    decoder = decoder_of(llm)
+    decoder, context = decoder_of(llm), llm.engine.limits.max_context
     page_size = sizes.get("page_size", Reuse.page_size)
+    num_tokens = num_prompt_tokens + sizes.get("max_tokens", Reuse.max_tokens)
+    if num_tokens > context:
+        raise ValueError(f"{num_tokens} tokens, and the model's context is {context}")
     return Reuse(
         lambda num_pages, clock: ModelRunner(decoder, num_pages, page_size),
         llm.engine.limits,
@@ -1762,10 +1765,10 @@ def tell(rows: Iterable[Row], absent: dict[str, str], to: Any) -> Iterable[Row]:
 def keep(record: dict[str, Any], path: Path | None, as_json: bool) -> None:
     """Write a record to a file, print it, or both."""
     whole = {"schema_version": SCHEMA_VERSION} | record
-    if path is not None:
-        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(whole))
+    if path is not None:  # last: if it fails, nothing is lost
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 # %% [markdown]

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (bcf41297): edit the chapter.
+# Exported from chapters/15_measuring.py (3fc5dde8): edit the chapter.
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
 
 When does a page become visible, who waits for it, and for how long? The same prompt is
@@ -352,8 +352,11 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
     """The experiment on a loaded model; `sizes` are fields of `Reuse`."""
     from minivllm.runner import ModelRunner  # torch begins here
 
-    decoder = decoder_of(llm)
+    decoder, context = decoder_of(llm), llm.engine.limits.max_context
     page_size = sizes.get("page_size", Reuse.page_size)
+    num_tokens = num_prompt_tokens + sizes.get("max_tokens", Reuse.max_tokens)
+    if num_tokens > context:
+        raise ValueError(f"{num_tokens} tokens, and the model's context is {context}")
     return Reuse(
         lambda num_pages, clock: ModelRunner(decoder, num_pages, page_size),
         llm.engine.limits,

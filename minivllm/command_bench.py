@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (56cc50a9): edit the chapter.
+# Exported from chapters/15_measuring.py (d8990385): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -119,10 +119,10 @@ def tell(rows: Iterable[Row], absent: dict[str, str], to: Any) -> Iterable[Row]:
 def keep(record: dict[str, Any], path: Path | None, as_json: bool) -> None:
     """Write a record to a file, print it, or both."""
     whole = {"schema_version": SCHEMA_VERSION} | record
-    if path is not None:
-        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(whole))
+    if path is not None:  # last: if it fails, nothing is lost
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command()

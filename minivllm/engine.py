@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (c9371cba): edit the chapter.
+# Exported from chapters/07_engine.py (e609df28): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -125,6 +125,9 @@ class Coordinator(Protocol):
     def stats(self) -> dict[str, int]:
         """Flights opened and requests that waited, so far."""
 
+    def start_over(self) -> None:
+        """Forget all live requests, whatever state they are in."""
+
 
 class Independent:
     """Nobody waits for anybody."""
@@ -156,6 +159,9 @@ class Independent:
     def stats(self) -> dict[str, int]:
         """Nothing happens here."""
         return {"flights": 0, "followers": 0}
+
+    def start_over(self) -> None:
+        """Nobody is remembered."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +296,8 @@ class Engine:
         if not progress.held:
             self.scheduler.add(state)
         elif leader := self.coordinator.leader_of(request_id):
-            self._hasten(leader)
+            leading = self._live[leader].state  # all of _hasten would be quadratic
+            self.scheduler.set_priority(leading, min(leading.priority, state.priority))
         self.observer("submit", request_id=request_id, held=progress.held)
 
     def _hasten(self, leader: str) -> None:
@@ -302,6 +309,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether any request is still to be worked on, or to be reported."""
         return bool(self._requests or self._untold)
+
+    def unfinished(self) -> list[str]:
+        """The ids of these requests, also of one whose `submit` was cut short."""
+        self._mend()
+        return [*(self._requests | self._untold)]
 
     def step(self) -> list[RequestOutput]:
         """One forward pass for those scheduled; the outputs of those that advanced."""
@@ -464,11 +476,9 @@ class Engine:
         if not self._cut_short:
             return
         self.scheduler.start_over()
-        everybody = list(chain.from_iterable(self._requests.values()))
-        for progress in reversed(everybody):  # followers first
+        self.coordinator.start_over()
+        for progress in chain.from_iterable(self._requests.values()):
             progress.finish_reason = progress.finish_reason or "error"
-            with suppress(LookupError):  # it may not have come so far, or have left
-                self.coordinator.aborted(progress.state.request.request_id)
         self._untold |= self._requests
         self._requests, self._live = {}, {}
         self._cut_short = False

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (8ca92f8e): edit the chapter.
+# Exported from chapters/14_llm.py (6dee7186): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class LLM:
             while self.engine.has_unfinished():
                 finished |= {o.request_id: o for o in self.engine.step() if o.finished}
         finally:
-            for name in names:
-                self.engine.abort(name)  # does nothing for those that have ended
+            for name in self.engine.unfinished():
+                self.engine.abort(name)
         return finished
 
 

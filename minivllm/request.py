@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (c17616bc): edit the chapter.
+# Exported from chapters/01_kv_cache.py (7897e2b4): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -94,7 +94,16 @@ class SamplingParams:
                 self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
                 f"seed must be a whole number, not {self.seed!r}",
             ),
-            (_is_int(self.n, 1), f"n must be a whole number >= 1, not {self.n!r}"),
+            (
+                _is_int(self.n, 1, MOST_CONTINUATIONS),
+                f"n must be a whole number >= 1, not {self.n!r}"
+                if not _is_int(self.n, MOST_CONTINUATIONS)
+                else f"n must be at most {MOST_CONTINUATIONS}, not {self.n}",
+            ),
+            (
+                not (self.seed and _is_int(self.n, 1)) or self.seed + self.n <= SEEDS,
+                f"seed must be at most 2**64 - n, not {self.seed!r}",
+            ),
             (
                 self.n == 1 or self.temperature >= GREEDY_BELOW,
                 f"n must be 1 at temperature 0, not {self.n}: all would be equal",
@@ -111,6 +120,7 @@ class SamplingParams:
 
 
 GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
+MOST_CONTINUATIONS = 16_384  # vLLM's bound
 SEEDS = 2**64  # seeds lie between minus and plus this
 
 

@@ -322,10 +322,17 @@ def test_mistakes_are_one_line(arguments, named, capsys, small):
 
 
 def test_a_prompt_has_the_length_asked_for(llm):
-    assert list(load_reuse(llm, 130).prompt_ids) == [i % 101 for i in range(130)]
+    prompt = load_reuse(llm, 130, max_tokens=9).prompt_ids
+    assert list(prompt) == [i % 101 for i in range(130)]
 
 
 def test_smollm2s_prompt_is_text(make_llm):
     like = load_reuse(make_llm(num_pages=1), 493)
     assert len(like.prompt_ids) == 493 and len(set(like.prompt_ids)) > 20
     assert torch.get_num_threads() > 0
+
+
+def test_more_tokens_than_the_context(llm):
+    """They would be cut short, and the record would say they were not."""
+    with pytest.raises(ValueError, match="258 tokens, and the model's context is 256"):
+        load_reuse(llm, 130, max_tokens=128)

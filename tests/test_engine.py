@@ -591,6 +591,9 @@ class Twins(Independent):
     """The first of equal prompts leads; it releases the others when it is prefilled."""
 
     def __init__(self):
+        self.start_over()
+
+    def start_over(self):
         self.flights, self.keys = {}, {}
 
     def admit(self, request_id, token_ids, extra_key=None):

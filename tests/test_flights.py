@@ -473,3 +473,29 @@ def test_who_is_never_released_is_missed(monkeypatch):
         engine.step()
     with pytest.raises(AssertionError):
         check_idle(engine)
+
+
+# ---- Cut short -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("line", ["_flights", "_members"])
+def test_an_interrupt_while_a_flight_is_entered(line, n, monkeypatch):
+    """A mend leaves nothing of it: the same prompt runs again, as if never asked."""
+
+    class Struck(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            raise KeyboardInterrupt
+
+    engine = make_engine()
+    submit(engine)
+    monkeypatch.setattr(engine.coordinator, line, Struck())
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit(PROMPT[::-1], SamplingParams(max_tokens=4, n=n))
+    cut = engine.unfinished()
+    assert cut == ["0", "1"]
+    assert {engine.abort(name).outputs[0].finish_reason for name in cut} == {"error"}
+    assert not engine.has_unfinished()
+    again = [submit(engine, PROMPT[::-1]), submit(engine, PROMPT[::-1])]
+    assert reasons(run(engine)) == dict.fromkeys(again, "length")
