@@ -1,4 +1,4 @@
-# Exported from chapters/12_grouping.py (67631947): edit the chapter.
+# Exported from chapters/12_grouping.py (6b72e749): edit the chapter.
 """Who rides together: whom a step tries to admit, and in which order."""
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class TierLine:
     """Sums over the requests admitted from one tier, and the steps that took them."""
 
     num_requests: int = 0
+    num_hits: int = 0
     estimated_blocks: int = 0
     cached_blocks: int = 0
     queued_s: float = 0.0  # from submission to admission
@@ -207,6 +208,7 @@ class Ledger:
         if estimate.state.num_cached_tokens is not None:
             return  # it comes back from a preemption, and finds itself
         line.num_requests += 1
+        line.num_hits += cached > 0
         line.estimated_blocks += estimate.num_blocks
         line.cached_blocks += cached // self.page_size
         line.queued_s += self.clock.now() - estimate.state.request.arrival_s
