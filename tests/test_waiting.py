@@ -455,7 +455,7 @@ FAULTS = [
     (give_up_the_place, test_a_long_stranger_does_not_take_its_place),
     (wait_for_each_other, test_its_pass_fails),
     *((fault, live) for fault in (forget_the_key, forget_those_before)),
-    *((fault, live) for fault in (wait_for_what_is_there, give_up_the_place)),
+    (wait_for_what_is_there, live),
     (wait_for_each_other, live),
 ]
 
