@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 from test_flights import Recording, answer_is_its_own, reasons, run, submit
 from test_policies import AXES, VOCAB, Life, check, check_idle
 from test_policies import make_engine as make_any_engine
@@ -440,13 +440,6 @@ def wait_for_each_other(patch):
     patch.setattr(WaitForPrefix, "plan", fault)
 
 
-def live():
-    few = settings(
-        max_examples=80, deadline=None, database=None, phases=[Phase.generate]
-    )
-    run_state_machine_as_test(Waits, settings=few)
-
-
 FAULTS = [
     (forget_the_key, test_only_under_the_same_key),
     (forget_those_before, test_it_waits_again_when_somebody_else_goes_on),
@@ -454,9 +447,6 @@ FAULTS = [
     (wait_for_an_answer, test_not_for_who_decodes),
     (give_up_the_place, test_a_long_stranger_does_not_take_its_place),
     (wait_for_each_other, test_its_pass_fails),
-    *((fault, live) for fault in (forget_the_key, forget_those_before)),
-    (wait_for_what_is_there, live),
-    (wait_for_each_other, live),
 ]
 
 
