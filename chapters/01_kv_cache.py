@@ -447,7 +447,7 @@ its owner: pages with the prefix cache, queues with the scheduler.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
@@ -521,11 +521,11 @@ class SamplingParams(SamplingParams):
                 )
             object.__setattr__(self, name, () if given is None else tuple(given))
         try:
-            broken = [rule for holds, rule in self._rules() if not holds]
+            broken = next((rule for holds, rule in self._rules() if not holds), "")
         except TypeError as error:
-            broken = [str(error)]
+            broken = str(error)
         if broken:
-            raise ValueError(f"SamplingParams: {broken[0]}")
+            raise ValueError(f"SamplingParams: {broken}")
 
 
 # %% [markdown]
@@ -539,49 +539,46 @@ class SamplingParams(SamplingParams):
         seed = None if self.seed is None else self.seed + index
         return self if self.n == 1 else replace(self, n=1, seed=seed)
 
-    def _rules(self) -> list[tuple[bool, str]]:
-        return [
-            (
-                self.max_tokens is None or _is_int(self.max_tokens, 1),
-                f"max_tokens must be a whole number >= 1, not {self.max_tokens}",
-            ),
-            (
-                0 <= self.temperature < float("inf"),
-                f"temperature must be 0 or more, not {self.temperature}",
-            ),
-            (
-                _is_int(self.top_k, -1),
-                f"top_k must be 0 or -1 (all tokens) or at least 1, not {self.top_k}",
-            ),
-            (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
-            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}"),
-            (
-                self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
-                f"seed must be a whole number, not {self.seed!r}",
-            ),
-            (
-                _is_int(self.n, 1, MOST_CONTINUATIONS),
-                f"n must be a whole number >= 1, not {self.n!r}"
-                if not _is_int(self.n, MOST_CONTINUATIONS)
-                else f"n must be at most {MOST_CONTINUATIONS}, not {self.n}",
-            ),
-            (
-                not (self.seed and _is_int(self.n, 1)) or self.seed + self.n <= SEEDS,
-                f"seed must be at most 2**64 - n, not {self.seed!r}",
-            ),
-            (
-                self.n == 1 or self.temperature >= GREEDY_BELOW,
-                f"n must be 1 at temperature 0, not {self.n}: all would be equal",
-            ),
-            (
-                all(isinstance(s, str) and s for s in self.stop or ()),
-                f"stop strings must be non-empty text, not {self.stop!r}",
-            ),
-            (
-                all(_is_int(t, 0) for t in self.stop_token_ids or ()),
-                f"stop_token_ids must be token ids, not {self.stop_token_ids!r}",
-            ),
-        ]
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield (
+            self.max_tokens is None or _is_int(self.max_tokens, 1),
+            f"max_tokens must be a whole number >= 1, not {self.max_tokens}",
+        )
+        yield (
+            0 <= self.temperature < float("inf"),
+            f"temperature must be 0 or more, not {self.temperature}",
+        )
+        yield (
+            _is_int(self.top_k, -1),
+            f"top_k must be 0 or -1 (all tokens) or at least 1, not {self.top_k}",
+        )
+        yield 0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"
+        yield 0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}"
+        yield _is_int(self.n, 1), f"n must be a whole number >= 1, not {self.n!r}"
+        yield (
+            self.n <= MOST_CONTINUATIONS,
+            f"n must be at most {MOST_CONTINUATIONS}, not {self.n}",
+        )
+        yield (
+            self.n == 1 or self.temperature >= GREEDY_BELOW,
+            f"n must be 1 at temperature 0, not {self.n}: all would be equal",
+        )
+        yield (
+            self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
+            f"seed must be a whole number, not {self.seed!r}",
+        )
+        yield (
+            self.seed is None or self.seed + self.n - 1 <= SEEDS,
+            f"the last of {self.n} seeds must be at most 2**64, so not {self.seed}",
+        )
+        yield (
+            all(isinstance(s, str) and s for s in self.stop or ()),
+            f"stop strings must be non-empty text, not {self.stop!r}",
+        )
+        yield (
+            all(_is_int(t, 0) for t in self.stop_token_ids or ()),
+            f"stop_token_ids must be token ids, not {self.stop_token_ids!r}",
+        )
 
 
 GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound

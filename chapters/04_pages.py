@@ -545,7 +545,7 @@ class HashIndex(HashIndex):
             return parent
         key, places = key[: len(names) * self._step], places[: len(names)]
         node = super()._add(parent, key, places, num_own_locks)
-        self._names[node] = self._names[node] + names if node is parent else names
+        self._names.setdefault(node, []).extend(names)
         self._table.update(dict.fromkeys(names, node))
         return node
 

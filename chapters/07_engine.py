@@ -227,10 +227,14 @@ class RequestState(RequestState):
 # %% [markdown]
 # Two questions have more than one good answer: who is admitted next, and who must go when
 # memory runs out. Chapter 12 will group requests that share a prefix. Until then, first come,
-# first served; and the last to come is the first to go.
+# first served; and the last to come is the first to go. Whoever answers otherwise lets somebody
+# be passed over, and the number of steps in which that may happen to a request is one for all.
 
 
 # %% export="scheduler.py"
+MAX_PASSES = 64  # steps in which a request may be passed over, unless told otherwise
+
+
 class Grouping(Protocol):
     """Who is admitted next, and who is preempted first. Both lists are in order."""
 

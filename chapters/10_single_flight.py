@@ -143,7 +143,7 @@ from minivllm.engine import Publisher
 from minivllm.hashing import token_bytes
 from minivllm.publication import PublishPrompt
 from minivllm.request import ExtraKey, TokenIds, check_extra_key
-from minivllm.scheduler import RequestState, Scheduler
+from minivllm.scheduler import MAX_PASSES, RequestState, Scheduler
 
 RELEASES = ("completion", "prefill")
 FlightKey = tuple[bytes, ExtraKey]
@@ -813,7 +813,7 @@ class WaitForPrefix:
     """
 
     def __init__(
-        self, scheduler: Scheduler, min_pages: int, max_passes: int = 64
+        self, scheduler: Scheduler, min_pages: int, max_passes: int = MAX_PASSES
     ) -> None:
         self.scheduler = scheduler
         self.grouping = scheduler.grouping

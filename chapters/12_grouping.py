@@ -333,7 +333,7 @@ from typing import NamedTuple
 
 from minivllm.radix import Match
 from minivllm.request import ExtraKey, TokenIds
-from minivllm.scheduler import ArrivalOrder, RequestState
+from minivllm.scheduler import MAX_PASSES, ArrivalOrder, RequestState
 
 Find = Callable[[TokenIds, ExtraKey], Match]  # `PrefixCache.find`
 
@@ -345,7 +345,9 @@ class LongestPrefix(ArrivalOrder):
     `max_passes` steps: then a request comes first among those of its priority.
     """
 
-    def __init__(self, find: Find, max_passes: int = 64, window: int = 128) -> None:
+    def __init__(
+        self, find: Find, max_passes: int = MAX_PASSES, window: int = 128
+    ) -> None:
         if max_passes < 0 or window < 1:
             raise ValueError("max_passes must be at least 0, window at least 1")
         self.find = find
@@ -583,7 +585,7 @@ class SharedPrefix(LongestPrefix):
         find: Find,
         page_size: int,
         tiers: Sequence[int] = TIERS,
-        max_passes: int = 64,
+        max_passes: int = MAX_PASSES,
         window: int = 128,
         observer: Observer = ignore,
     ) -> None:
@@ -1219,7 +1221,7 @@ print(f"lines: order of arrival {sizes[0]}, longest prefix {sizes[1]}, all {size
 # [39 %](#judge) more. But a caller who gives up after 20 s sees it otherwise: [68](#judge) of 120
 # are served in time with tiers, [94](#judge) with longest prefix first, [111](#judge) with
 # fewest tokens left. So if memory is short, take longest prefix first: nearly the same
-# throughput, a better median and tail, in [29](#judge) lines of the [223](#judge). Fewest left
+# throughput, a better median and tail, in [31](#judge) lines of the [225](#judge). Fewest left
 # serves most callers in time and makes fewer tokens. Tiers are for throughput, and for cold
 # groups that must share a small memory.
 #

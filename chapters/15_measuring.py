@@ -838,6 +838,8 @@ from importlib.metadata import distributions
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from minivllm.options import check_choice
+
 
 class AnyName(type):
     """The type of stand-ins: a name that is asked for is there, a stand-in itself."""
@@ -1100,9 +1102,7 @@ def invite(names: Sequence[str], places: Sequence[str] = ()) -> Guests:
     """Load peers by name; `ValueError` for a name that nobody has an adapter for."""
     guests = Guests()
     for name in names:
-        if name not in REAL:
-            offered = ", ".join(REAL)
-            raise ValueError(f"peer must be one of {offered}, not {name!r}")
+        check_choice("peer", name, REAL)
         try:
             guests.versions[name] = load_peer(name, tuple(places))
         except PeerAbsent as reason:
@@ -1138,7 +1138,7 @@ from typing import Any, cast
 from minivllm.batch import Chunk
 from minivllm.bench import Spread, Trial, measure, nothing
 from minivllm.engine import Clock, Engine, Limits, Runner, WallClock
-from minivllm.options import CHOICES, assemble, read_options
+from minivllm.options import CHOICES, assemble, check_choice, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.simulation import (
     SerialPrefill,
@@ -1340,10 +1340,14 @@ def make_cases(
     Without a cache, or alone, nobody waits for anybody. Who comes later is the second
     of two. Other engines take the requests as one batch.
     """
-    check_choices("publish", publish, PUBLISH)
-    check_choices("single_flight", single_flight, CHOICES["single_flight"])
-    check_choices("arrival", arrivals, ARRIVALS)
-    check_choices("peer", engines, tuple(PEERS))
+    for name, given, choices in (
+        ("publish", publish, PUBLISH),
+        ("single_flight", single_flight, CHOICES["single_flight"]),
+        ("arrival", arrivals, ARRIVALS),
+        ("peer", engines, PEERS),
+    ):
+        for value in given:
+            check_choice(name, value, choices)
     if min(numbers, default=0) < 1:
         raise ValueError(f"num_requests must be at least 1, not {list(numbers)}")
     cases = [
@@ -1355,14 +1359,6 @@ def make_cases(
     ]
     cases += [Case(number, engine=name) for name in engines for number in numbers]
     return list(dict.fromkeys(cases))
-
-
-def check_choices(name: str, given: Sequence[str], choices: Sequence[str]) -> None:
-    """Raise `ValueError` for a value that is not among the choices."""
-    for value in given:
-        if value not in choices:
-            offered = ", ".join(choices)
-            raise ValueError(f"{name} must be one of {offered}, not {value!r}")
 
 
 # %% [markdown]

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (3fc5dde8): edit the chapter.
+# Exported from chapters/15_measuring.py (58354c1e): edit the chapter.
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
 
 When does a page become visible, who waits for it, and for how long? The same prompt is
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from minivllm.batch import Chunk
 from minivllm.bench import Spread, Trial, measure, nothing
 from minivllm.engine import Clock, Engine, Limits, Runner, WallClock
-from minivllm.options import CHOICES, assemble, read_options
+from minivllm.options import CHOICES, assemble, check_choice, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.simulation import (
     SerialPrefill,
@@ -186,10 +186,14 @@ def make_cases(
     Without a cache, or alone, nobody waits for anybody. Who comes later is the second
     of two. Other engines take the requests as one batch.
     """
-    check_choices("publish", publish, PUBLISH)
-    check_choices("single_flight", single_flight, CHOICES["single_flight"])
-    check_choices("arrival", arrivals, ARRIVALS)
-    check_choices("peer", engines, tuple(PEERS))
+    for name, given, choices in (
+        ("publish", publish, PUBLISH),
+        ("single_flight", single_flight, CHOICES["single_flight"]),
+        ("arrival", arrivals, ARRIVALS),
+        ("peer", engines, PEERS),
+    ):
+        for value in given:
+            check_choice(name, value, choices)
     if min(numbers, default=0) < 1:
         raise ValueError(f"num_requests must be at least 1, not {list(numbers)}")
     cases = [
@@ -201,14 +205,6 @@ def make_cases(
     ]
     cases += [Case(number, engine=name) for name in engines for number in numbers]
     return list(dict.fromkeys(cases))
-
-
-def check_choices(name: str, given: Sequence[str], choices: Sequence[str]) -> None:
-    """Raise `ValueError` for a value that is not among the choices."""
-    for value in given:
-        if value not in choices:
-            offered = ", ".join(choices)
-            raise ValueError(f"{name} must be one of {offered}, not {value!r}")
 
 
 def group_cases(like: Reuse, cases: Sequence[Case]) -> list[list[Case]]:

@@ -1,4 +1,4 @@
-# Exported from chapters/12_grouping.py (6b72e749): edit the chapter.
+# Exported from chapters/12_grouping.py (0a8e82fd): edit the chapter.
 """Who rides together: whom a step tries to admit, and in which order."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minivllm.events import Observer, ignore
 from minivllm.hashing import token_bytes
 from minivllm.radix import Match, shared_pages
 from minivllm.request import ExtraKey, TokenIds
-from minivllm.scheduler import ArrivalOrder, RequestState
+from minivllm.scheduler import MAX_PASSES, ArrivalOrder, RequestState
 
 Find = Callable[[TokenIds, ExtraKey], Match]  # `PrefixCache.find`
 
@@ -26,7 +26,9 @@ class LongestPrefix(ArrivalOrder):
     `max_passes` steps: then a request comes first among those of its priority.
     """
 
-    def __init__(self, find: Find, max_passes: int = 64, window: int = 128) -> None:
+    def __init__(
+        self, find: Find, max_passes: int = MAX_PASSES, window: int = 128
+    ) -> None:
         if max_passes < 0 or window < 1:
             raise ValueError("max_passes must be at least 0, window at least 1")
         self.find = find
@@ -81,7 +83,7 @@ class SharedPrefix(LongestPrefix):
         find: Find,
         page_size: int,
         tiers: Sequence[int] = TIERS,
-        max_passes: int = 64,
+        max_passes: int = MAX_PASSES,
         window: int = 128,
         observer: Observer = ignore,
     ) -> None:

@@ -1,7 +1,7 @@
-# Exported from chapters/14_llm.py (98db4654): edit the chapter.
+# Exported from chapters/14_llm.py (bae39477): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -53,6 +53,12 @@ COUNTS = (
 )
 
 
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise `ValueError` for a value that is not among the choices."""
+    if value not in (offered := list(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(offered)}, not {value!r}")
+
+
 def option(default: Any, words: str) -> Any:
     """A field with a default and a help text."""
     return field(default=default, metadata={"help": words})
@@ -88,10 +94,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                offered = ", ".join(choices)
-                raise ValueError(f"{name} must be one of {offered}, not {value!r}")
+            check_choice(name, getattr(self, name), choices)
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

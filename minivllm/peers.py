@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (286abe58): edit the chapter.
+# Exported from chapters/15_measuring.py (a4a7d21f): edit the chapter.
 """Prefix caches of other engines, to be measured in the process that measures ours.
 
 Taken from what is installed, or from a wheel or folder that need not be installed. Only
@@ -18,6 +18,8 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import distributions
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from minivllm.options import check_choice
 
 
 class AnyName(type):
@@ -256,9 +258,7 @@ def invite(names: Sequence[str], places: Sequence[str] = ()) -> Guests:
     """Load peers by name; `ValueError` for a name that nobody has an adapter for."""
     guests = Guests()
     for name in names:
-        if name not in REAL:
-            offered = ", ".join(REAL)
-            raise ValueError(f"peer must be one of {offered}, not {name!r}")
+        check_choice("peer", name, REAL)
         try:
             guests.versions[name] = load_peer(name, tuple(places))
         except PeerAbsent as reason:

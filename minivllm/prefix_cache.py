@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (04c86f58): edit the chapter.
+# Exported from chapters/04_pages.py (dc85505a): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class HashIndex(RadixCache):
             return parent
         key, places = key[: len(names) * self._step], places[: len(names)]
         node = super()._add(parent, key, places, num_own_locks)
-        self._names[node] = self._names[node] + names if node is parent else names
+        self._names.setdefault(node, []).extend(names)
         self._table.update(dict.fromkeys(names, node))
         return node
 

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (1609ee11): edit the chapter.
+# Exported from chapters/07_engine.py (0042ee75): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -60,6 +60,9 @@ class RequestState:
     def order(self) -> tuple[int, int]:
         """The place in every queue: priority, then arrival."""
         return (self.priority, self.request.arrival)
+
+
+MAX_PASSES = 64  # steps in which a request may be passed over, unless told otherwise
 
 
 class Grouping(Protocol):

@@ -1,4 +1,4 @@
-# Exported from chapters/10_single_flight.py (02624fc8): edit the chapter.
+# Exported from chapters/10_single_flight.py (6411c4ef): edit the chapter.
 """Requests with one input wait for one of them to compute its prefix."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from minivllm.engine import Publisher
 from minivllm.hashing import token_bytes
 from minivllm.publication import PublishPrompt
 from minivllm.request import ExtraKey, TokenIds, check_extra_key
-from minivllm.scheduler import RequestState, Scheduler
+from minivllm.scheduler import MAX_PASSES, RequestState, Scheduler
 
 RELEASES = ("completion", "prefill")
 FlightKey = tuple[bytes, ExtraKey]
@@ -194,7 +194,7 @@ class WaitForPrefix:
     """
 
     def __init__(
-        self, scheduler: Scheduler, min_pages: int, max_passes: int = 64
+        self, scheduler: Scheduler, min_pages: int, max_passes: int = MAX_PASSES
     ) -> None:
         self.scheduler = scheduler
         self.grouping = scheduler.grouping

@@ -167,3 +167,20 @@ def test_greedy_continuations_would_be_equal():
     """vLLM refuses them too."""
     with pytest.raises(ValueError, match="n must be 1 at temperature 0, not 2"):
         SamplingParams(n=2, temperature=0)
+
+
+def test_more_continuations_than_anybody_reads():
+    """vLLM's bound: all of them are made before the first step."""
+    with pytest.raises(ValueError, match="n must be at most 16384, not 16385"):
+        SamplingParams(n=16_385)
+
+
+def test_each_has_a_seed_within_the_bounds():
+    """Refused at the door, and not when the second is made; the largest still goes."""
+    assert SamplingParams(seed=2**64).of_continuation(0).seed == 2**64
+    last = SamplingParams(seed=2**64 - 1, n=2).of_continuation(1)
+    assert last.seed == 2**64
+    with pytest.raises(ValueError, match="the last of 2 seeds must be at most 2"):
+        SamplingParams(seed=2**64, n=2)
+    with pytest.raises(ValueError, match="seed must be a whole number, not 'x'"):
+        SamplingParams(seed="x")

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from test_flights import Recording, answer_is_its_own, reasons, run, submit
 from test_policies import AXES, VOCAB, Life, check, check_idle
 from test_policies import make_engine as make_any_engine
@@ -332,7 +332,7 @@ class Waits(Life):
         single_flight=st.sampled_from(AXES["single_flight"]),
         max_batch_tokens=st.sampled_from([5, 16, 40]),
         page_size=st.sampled_from([1, 3]),
-        max_running=st.integers(1, 5),
+        max_running=st.integers(1, 8),
         min_pages=st.integers(1, 4),
     )
     def begin(self, min_pages, **chosen):
@@ -440,6 +440,19 @@ def wait_for_each_other(patch):
     patch.setattr(WaitForPrefix, "plan", fault)
 
 
+def live():
+    """The same lives each time, with room for several to start in one step."""
+    few = settings(
+        max_examples=200,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Waits, settings=few)
+
+
 FAULTS = [
     (forget_the_key, test_only_under_the_same_key),
     (forget_those_before, test_it_waits_again_when_somebody_else_goes_on),
@@ -447,6 +460,9 @@ FAULTS = [
     (wait_for_an_answer, test_not_for_who_decodes),
     (give_up_the_place, test_a_long_stranger_does_not_take_its_place),
     (wait_for_each_other, test_its_pass_fails),
+    *((fault, live) for fault in (forget_the_key, forget_those_before)),
+    *((fault, live) for fault in (wait_for_what_is_there, give_up_the_place)),
+    (wait_for_each_other, live),
 ]
 
 
