@@ -257,7 +257,8 @@ _EMPTY = blake2b(digest_size=DIGEST_BYTES)  # copied for each name, never update
 def page_name(past: bytes, page: bytes) -> bytes:
     """The name of a page, from the name of its past and the bytes of its tokens."""
     name = _EMPTY.copy()
-    name.update(past + page)
+    name.update(past)
+    name.update(page)
     return name.digest()
 
 

@@ -141,11 +141,11 @@ class Node:
     key: bytes
     places: "array[int]"
     parent: "Node | None" = None
+    last_access: int = 0
+    created: int = 0
     children: dict[bytes, "Node"] = field(default_factory=dict)
     locks: int = 0
-    last_access: int = 0
     num_hits: int = 0
-    created: int = 0
     queued: bool = False  # has an entry in the eviction queue
 
     @property
@@ -162,7 +162,8 @@ class Root(Node):
 
 
 # %% [markdown]
-# The last five fields of `Node` belong to locks and eviction; skip them for now.
+# The fields after `parent`, all but `children`, belong to locks and eviction; skip them for
+# now.
 #
 # ## Match: a question changes nothing
 #
@@ -185,7 +186,7 @@ class Match(NamedTuple):
 
     matched_len: int
     kv_indices: Slots
-    key: bytes
+    token_ids: "array[int]"
     extra_key: ExtraKey = None
     end: End | None = None
     num_changes: int = -1  # how often the tree had changed when this was found
@@ -276,39 +277,46 @@ EvictionQueue = ListQueue  # for the time being
 # %% [markdown]
 # Matching walks down from the root as long as whole pages agree, collects the slots of the
 # pages that it passes, and says where it left the tree. That may be in the middle of a node.
+# Tokens become bytes one run at a time, just before they are compared: a prompt of 32,768
+# tokens would be 128 KiB, copied even where its first page is unknown.
 
 
 # %% export="radix.py"
-from minivllm.hashing import token_bytes
+from minivllm.request import encode_ids
 
 
 class RadixCache(RadixCache):
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
         """Find the longest cached prefix, in whole pages. Changes nothing."""
-        key, places = token_bytes(token_ids), array("i")
-        root = self._roots.get(extra_key)
-        end = None if root is None else self._walk(root, key, places)
+        ids, root = encode_ids(token_ids), self._roots.get(extra_key)
+        end, places = (None, array("i")) if root is None else self._walk(root, ids)
         slots = Slots(places, self.page_size, self._unit)
-        return Match(len(slots), slots, key, extra_key, end, self._num_changes)
+        return Match(len(slots), slots, ids, extra_key, end, self._num_changes)
 
-    def _walk(self, node: Node, key: bytes, places: "array[int]") -> End:
-        """Follow `key` down from the end of a node, to where it leaves the tree.
+    def _walk(self, node: Node, ids: "array[int]") -> "tuple[End, array[int]]":
+        """Follow tokens down from the end of a node, to where they leave the tree.
 
-        Adds the places of the pages on the way to `places`.
+        Returns that point, and the places of the pages on the way.
         """
-        at, step = 0, self._step
-        while child := node.children.get(key[at : at + step]):
-            if not key.startswith(child.key, at):
-                num_pages = shared_pages(child.key, key[at : at + len(child.key)], step)
-                places += child.places[:num_pages]
-                return child, num_pages * step
-            places += child.places
-            node, at = child, at + len(child.key)
-        return node, len(node.key)
+        start, size, within = 0, self.page_size, len(node.key)
+        view = memoryview(ids)  # a slice of it is not a copy yet
+        runs: list[array[int]] = []
+        while child := node.children.get(ids[start : start + size].tobytes()):
+            node, within = child, len(child.key)
+            end = start + within // 4
+            key = view[start:end].tobytes()
+            if key != node.key:
+                num_pages = shared_pages(node.key, key, self._step)
+                runs.append(node.places[:num_pages])
+                within = num_pages * self._step
+                break
+            runs.append(node.places)
+            start = end
+        return (node, within), array("i", b"".join(runs))
 
 
 # %% [markdown]
-# Nearly always `key` repeats a node to its end, and one comparison tells. Otherwise the last
+# Nearly always the tokens repeat a node to its end, and one comparison tells. Otherwise the last
 # page that agrees is found by halving: for a node of 128 pages, seven comparisons.
 
 
@@ -347,7 +355,8 @@ def places_of(
     if len(slots) < end:
         raise ValueError(f"{len(slots)} slots for {end} tokens")
     if type(slots) is Slots and slots.page_size == size and slots.unit == unit:
-        return slots.places[:num_pages]
+        places = slots.places
+        return places if len(places) == num_pages else places[:num_pages]
     firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
     if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
         raise ValueError("the slots of one page must be consecutive")
@@ -370,9 +379,9 @@ class RadixCache(RadixCache):
         places = places_of(kv_indices, num_pages, self.page_size, self._unit)
         if not num_pages:
             return 0
-        key = token_bytes(token_ids)[: num_pages * self._step]
+        ids = encode_ids(token_ids)
         self._clock += 1
-        end, known = self._enter(self._root(extra_key), key, places)
+        end, known = self._enter(self._root(extra_key), ids, places)
         end.num_hits += 1
         self._settle(end)
         return len(known) * self.page_size
@@ -388,18 +397,22 @@ class RadixCache(RadixCache):
 # %% export="radix.py"
 class RadixCache(RadixCache):
     def _enter(
-        self, node: Node, key: bytes, places: "array[int]", num_own_locks: int = 0
+        self,
+        node: Node,
+        ids: "array[int]",
+        places: "array[int]",
+        num_own_locks: int = 0,
     ) -> "tuple[Node, array[int]]":
-        """Add what is missing below a node, and refresh the path.
+        """Add what is missing of some pages below a node, and refresh the path.
 
         Returns the end, and the places of the pages that were known.
         """
-        known = array("i")
-        end = self._node_at(self._walk(node, key, known))
+        reached, known = self._walk(node, ids)
+        end, size = self._node_at(reached), self.page_size
         end.last_access = self._clock
         if len(known) < len(places):
             own = num_own_locks if end is node else 0
-            rest = key[len(known) * self._step :]
+            rest = memoryview(ids)[len(known) * size : len(places) * size].tobytes()
             end = self._add(end, rest, places[len(known) :], own)
         return end, known
 
@@ -453,7 +466,7 @@ class RadixCache(RadixCache):
 class RadixCache(RadixCache):
     def _add(self, parent, key, places, num_own_locks):
         now = self._clock
-        leaf = Node(key, places, parent, last_access=now, created=now)
+        leaf = Node(key, places, parent, now, now)
         parent.children[key[: self._step]] = leaf
         self._num_changes += 1
         self.total_size += len(key) // 4
@@ -660,7 +673,7 @@ class RadixCache(RadixCache):
     ) -> Node:
         """Hang pages on a node as a new leaf, or let a leaf grow; returns the end."""
         now = self._clock
-        leaf = Node(key, places, parent, last_access=now, created=now)
+        leaf = Node(key, places, parent, now, now)
         self._num_changes += 1
         self.total_size += len(key) // 4
         alone = not parent.children and parent.locks == num_own_locks and parent.key
@@ -1068,13 +1081,14 @@ class RadixCache(RadixCache):
     def _end_of(self, match: Match) -> End:
         if match.end and match.num_changes == self._num_changes:
             return match.end
-        key, places = match.key[: 4 * match.matched_len], array("i")
-        root = self._roots.get(match.extra_key) if key else self._root(match.extra_key)
-        end = None if root is None else self._walk(root, key, places)
-        if end is None or places != match.kv_indices.places:
-            n = match.matched_len
-            raise StaleMatch(f"the {n} tokens of the match were evicted or moved")
-        return end
+        ids = match.token_ids[: match.matched_len]
+        root = self._roots.get(match.extra_key) if ids else self._root(match.extra_key)
+        if root is not None:
+            end, places = self._walk(root, ids)
+            if places == match.kv_indices.places:
+                return end
+        n = match.matched_len
+        raise StaleMatch(f"the {n} tokens of the match were evicted or moved")
 
     def unlock(self, handle: Handle) -> None:
         """Give a lock back. Raises `ValueError` the second time."""
@@ -1182,7 +1196,9 @@ class UpsideDownCache(RadixCache):
 
     def _split(self, node, num_bytes):
         cut = num_bytes // self._step
-        rest = Node(node.key[num_bytes:], node.places[cut:], node, node.children)
+        rest = Node(
+            node.key[num_bytes:], node.places[cut:], node, children=node.children
+        )
         node.key, node.places = node.key[:num_bytes], node.places[:cut]
         node.children = {rest.key[: self._step]: rest}
         self._settle(rest)
@@ -1259,9 +1275,9 @@ class CountsWalks:
 
     pages_walked = 0
 
-    def _walk(self, node, key, places):
-        self.pages_walked += len(key) // self._step
-        return super()._walk(node, key, places)
+    def _walk(self, node, ids):
+        self.pages_walked += len(ids) // self.page_size
+        return super()._walk(node, ids)
 
 
 class FromTheRoot(CountsWalks, RadixCache): ...
@@ -1289,12 +1305,13 @@ class RadixCache(RadixCache):
         many of the tokens were known, and the places of their pages now.
         """
         node = self._locked(handle)
-        key = token_bytes(token_ids)[: len(places) * self._step]
-        if len(key) < len(places) * self._step:
+        num_tokens = len(places) * self.page_size
+        ids = encode_ids(token_ids)[:num_tokens]
+        if len(ids) < num_tokens:
             raise ValueError(f"{len(places)} pages for {len(token_ids)} tokens")
         self._clock += 1
         size = self.total_size
-        end, known = self._enter(node, key, places, num_own_locks=1)
+        end, known = self._enter(node, ids, places, num_own_locks=1)
         if end is not node:
             self._pin(end)
             self._unpin(node)

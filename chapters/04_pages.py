@@ -408,7 +408,16 @@ from functools import partial
 from typing import Protocol
 
 from minivllm.hashing import names_after, page_name, root_hash
-from minivllm.radix import End, Handle, Match, Node, RadixCache, Root, Slots
+from minivllm.radix import (
+    End,
+    Handle,
+    Match,
+    Node,
+    RadixCache,
+    Root,
+    Slots,
+    shared_pages,
+)
 from minivllm.request import ExtraKey, TokenIds
 
 
@@ -493,34 +502,35 @@ print("asked for 'the cow ', got", [read(memory, slots_of(found))])
 
 # %% [markdown]
 # The prompt is about a cow, and the model would answer about a cat: fluently, with no error
-# anywhere. So the walk confirms every name. A page counts only if its tokens are those asked
-# for, and if it follows the page confirmed last: next in the same node, or first in a child of
-# it. The second half matters too: a name covers the past, but if names collide, so may those
-# of two pasts.
+# anywhere. So the walk confirms what the names say, a run at a time. A page counts only if its
+# tokens are those asked for, and if it follows the page confirmed last: next in the same node,
+# or first in a child of it. The second half matters too: a name covers the past, but if names
+# collide, so may those of two pasts.
 
 
 # %% export="prefix_cache.py"
 class HashIndex(HashIndex):
-    def _walk(self, node: Node, key: bytes, places: "array[int]") -> End:
-        """Look the pages of `key` up by name; confirm each by its tokens and parent."""
-        name, within, step = self._last_name(node), len(node.key), self._step
-        for at in range(0, len(key) - step + 1, step):
+    def _walk(self, node: Node, ids: "array[int]") -> "tuple[End, array[int]]":
+        """Look the pages of `ids` up by name; confirm a run by its tokens and parent."""
+        key, name, step = ids.tobytes(), self._last_name(node), self._step
+        runs: list[array[int]] = []
+        at, start, within = 0, 0, len(node.key)
+        while True:
             page = key[at : at + step]
             name = page_name(name, page)
-            found = self._table.get(name)
-            if found is None:
-                break
-            if found is node:
-                offset = within
-            elif found.parent is node and within == len(node.key):
-                offset = 0
-            else:
-                break
-            if not found.key.startswith(page, offset):
-                break
-            places.append(found.places[offset // step])
-            node, within = found, offset + step
-        return node, within
+            found = self._table.get(name) if len(page) == step else None
+            if found is not node:  # the run ends here: was it the right one?
+                first, num_pages = within // step, (at - start) // step
+                agree = shared_pages(node.key[within:], key[start:at], step)
+                runs.append(node.places[first : first + agree])
+                within += agree * step
+                if agree < num_pages or within < len(node.key) or found is None:
+                    break
+                if found.parent is not node or not found.key.startswith(page):
+                    break
+                node, start, within = found, at, 0
+            at += step
+        return (node, within), array("i", b"".join(runs))
 
     def _last_name(self, node: Node) -> bytes:
         """The name of a node's last page: the past of whatever hangs below it."""
@@ -574,8 +584,7 @@ class HashIndex(HashIndex):
     def _trim(self, leaf: Node, num_pages: int) -> None:
         super()._trim(leaf, num_pages)
         names = self._names[leaf]
-        for name in names[num_pages:]:
-            del self._table[name]
+        list(map(self._table.__delitem__, names[num_pages:]))
         del names[num_pages:]
         if not names:
             del self._names[leaf]
@@ -593,8 +602,9 @@ from unittest.mock import patch
 class Trusting(HashIndex):
     """Does not look at tokens and parents."""
 
-    def _walk(self, node, key, places):
+    def _walk(self, node, ids):
         name, within = self._last_name(node), len(node.key)
+        key, places = ids.tobytes(), array("i")
         for at in range(0, len(key) - self._step + 1, self._step):
             name = page_name(name, key[at : at + self._step])
             if name not in self._table:
@@ -603,7 +613,7 @@ class Trusting(HashIndex):
             place = self._names[node].index(name)
             places.append(node.places[place])
             within = (place + 1) * self._step
-        return node, within
+        return (node, within), places
 
 
 def weak_names():
@@ -750,7 +760,7 @@ class NoIndex:
 
     def match_prefix(self, token_ids: TokenIds, extra_key: ExtraKey = None) -> Match:
         """Find nothing."""
-        return Match(0, Slots(array("i"), self.page_size), b"", extra_key)
+        return Match(0, Slots(array("i"), self.page_size), array("i"), extra_key)
 
     def lock(self, match: Match) -> Handle:
         """Protect nothing."""

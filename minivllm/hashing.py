@@ -1,4 +1,4 @@
-# Exported from chapters/02_hashing.py (95d1c348): edit the chapter.
+# Exported from chapters/02_hashing.py (8791f41e): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
@@ -24,7 +24,8 @@ _EMPTY = blake2b(digest_size=DIGEST_BYTES)  # copied for each name, never update
 def page_name(past: bytes, page: bytes) -> bytes:
     """The name of a page, from the name of its past and the bytes of its tokens."""
     name = _EMPTY.copy()
-    name.update(past + page)
+    name.update(past)
+    name.update(page)
     return name.digest()
 
 

@@ -43,8 +43,8 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
     "hash without its parent": (
         hashing,
         "page_name",
-        "name.update(past + page)",
-        "name.update(page)",
+        "name.update(past)\n",
+        "\n",
         one_early_token_changes_every_later_name,
     ),
     "split that forgets the lock": (
@@ -155,21 +155,28 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
     "tokens of a hash hit not compared": (
         HashIndex,
         "_walk",
-        "found.key.startswith(page, offset)",
-        "found.key",
+        "or not found.key.startswith(page)",
+        "",
         test_radix.test_a_stolen_name_gives_no_page,
+    ),
+    "tokens within a run not compared": (
+        HashIndex,
+        "_walk",
+        "agree = shared_pages(node.key[within:], key[start:at], step)",
+        "agree = num_pages",
+        test_radix.test_a_stolen_name_within_a_run_gives_no_page,
     ),
     "parent of a hash hit not compared": (
         HashIndex,
         "_walk",
-        "found.parent is node and",
+        "found.parent is not node or",
         "",
         test_radix.test_a_name_under_another_parent_gives_no_page,
     ),
     "evicted page left in the table": (
         HashIndex,
         "_trim",
-        "del self._table[name]",
+        "list(map(self._table.__delitem__, names[num_pages:]))",
         "pass",
         compare_with_the_twin,
     ),

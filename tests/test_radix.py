@@ -333,19 +333,29 @@ def test_hash_hit_is_confirmed_by_tokens_and_parent(monkeypatch):
     index.check()
 
 
-def two_runs(name_of_the_page):
+def two_runs(name_of_the_page, astray=b"\3"):
     """A table with [1 x 4, 2 x 4] and [3 x 4], and one name made to point astray."""
     index = HashIndex(4)
     index.insert([1] * 4 + [2] * 4, range(8))
     index.insert([3] * 4, range(8, 12))
-    stranger = next(n for n in index.nodes() if n.key.startswith(b"\3"))
+    stranger = next(n for n in index.nodes() if n.key.startswith(astray))
     index._table[page_hashes(name_of_the_page, 4)[-1]] = stranger
     return index
 
 
 def test_a_stolen_name_gives_no_page():
     """A name that collides under the same parent: the tokens are compared."""
-    assert two_runs([9] * 4).match_prefix([9] * 4).matched_len == 0
+    index = two_runs([9] * 4)
+    match = index.match_prefix([9] * 4)
+    assert match.matched_len == 0
+    assert index.lock(match).node.parent is None, "the way ends at the root"
+
+
+def test_a_stolen_name_within_a_run_gives_no_page():
+    """A name that collides with that of a page of the same run."""
+    index = two_runs([1] * 4 + [9] * 4, astray=b"\1")
+    match = index.match_prefix([1] * 4 + [9] * 4)
+    assert (match.matched_len, list(match.kv_indices)) == (4, [0, 1, 2, 3])
 
 
 def test_a_name_under_another_parent_gives_no_page():
