@@ -169,8 +169,8 @@ def at_once(prompts: list[list[int]], max_tokens: int = 8) -> list[Arrival]:
 
 # %% [markdown]
 # The traffic has all four kinds. A *tier* is a range of shared lengths, in blocks: `tiers(1_000,
-# 8_000)` makes three of them, and each step admits from one. Two more draws of this traffic are
-# for later.
+# 8_000)` makes three of them, and each step admits from one. Two more random draws of it are for
+# later.
 
 
 # %%
@@ -242,8 +242,8 @@ for name, rule in RULES.items():
 # So *a good hit rate shows in the tail* is no rule: nothing about the cache differs here, and the
 # tail does. What changes is who goes first, and short work first is the largest part of that: the
 # last rule knows of no groups, takes whoever has fewest tokens left to compute, and has a median
-# of [1.1](#opening) s and the worst tail. What a group can do beyond that must show where memory
-# is short.
+# of [1.1](#opening) s and the worst tail, [25.3](#opening) s. What a group can do beyond that
+# must show where memory is short.
 #
 # ## Two kinds of sharing
 #
@@ -264,7 +264,7 @@ for publish in ("step", "schedule"):
 # values exist.
 #
 # Now sixteen requests wait, four for each of four documents of 32 blocks, and four seats are
-# free. To see sharing *inside a step* alone, we blind the cache to what earlier steps have left:
+# free. Half of the runs blind the cache to what earlier steps have left:
 
 
 # %% name="in-step" claims="V02"
@@ -350,8 +350,7 @@ for name, rule in {
 # [1.28](#squeezed), for four of a kind need less memory than four kinds. The longest prefix first
 # cannot see that while the cache is empty.
 #
-# So `grouping="shared-prefix"` belongs to `publish="schedule"`. SGLang, whose pages appear after
-# a step, does the opposite: all but one of the cold companions go to the end of the queue.
+# So `grouping="shared-prefix"` belongs to `publish="schedule"`.
 #
 # ## The longest prefix first
 #
@@ -543,17 +542,23 @@ tight = {"order of arrival": on_each_draw(in_order)}
 tight |= {name: on_each_draw(tiers(*limits)) for name, limits in LIMITS.items()}
 for name, runs in tight.items():
     print(f"{name:16} tokens/s:", *(f"{run.throughput:3.0f}" for run in runs), end="; ")
-    print("P50:", *(f"{run.ttft_s(50):4.1f}" for run in runs), "s")
+    print("P50:", *(f"{run.ttft_s(50):4.1f}" for run in runs), end=" s; ")
+    lines = [run.engine.ledger.lines for run in runs]
+    in_tier = [
+        sum(line[tier].num_requests for line in lines) for tier in sorted(lines[0])
+    ]
+    print("requests in tiers:", in_tier)
 
 # %% [markdown]
-# Not by itself. Equal width, which crowds, makes [60](#cuts), [59](#cuts) and [53](#cuts) tokens
-# a second in the three draws, the published limits [60](#cuts), [61](#cuts) and [55](#cuts), and
-# equal width has the better median each time. No limit at all loses the third draw: one tier
-# makes [45](#cuts), order of arrival [46](#cuts). Take limits from your own runs; `tiers` is an
-# option for that reason.
+# Not by itself. Equal width puts [155](#cuts) of 180 requests into its first tier and makes
+# [60](#cuts), [59](#cuts) and [53](#cuts) tokens a second in the three draws; the published
+# limits put [139](#cuts) there and make [60](#cuts), [61](#cuts) and [55](#cuts). Equal width has
+# the better median each time. No limit at all loses the third draw: one tier makes [45](#cuts),
+# order of arrival [46](#cuts). Take limits from your own runs; `tiers` is an option for that
+# reason.
 #
-# MiMo's tiers look alike and are not: they go by *length*, to 64K, 256K and 1M tokens, so that
-# short requests are not held up by long ones. Ours go by what is shared.
+# MiMo's tiers are another thing: they go by *length*, to 64K, 256K and 1M tokens, so that short
+# requests are not held up by long ones.
 
 # %% name="length" claims="V14"
 for name, length, shared in (
@@ -566,12 +571,12 @@ for name, length, shared in (
     print(f"{name:21} tier {by_length} by length, tier {by_sharing} by shared prefix")
 
 # %% [markdown]
-# The first two have tier [1](#length) by length. By shared prefix one of them has 1,000 tokens to
-# compute and the other 200,000, and they stand at opposite ends.
+# The first two have tier [1](#length) by length, and stand at opposite ends by shared prefix: one
+# has 1,000 tokens to compute, the other 200,000.
 #
 # ## Compare neighbours
 #
-# For each waiting request we want three numbers: blocks found in the cache, blocks in common with
+# Of each waiting request we want three numbers: blocks in the cache, blocks in common with
 # another one that waits, and the tier that follows.
 
 # %% export="grouping.py"
@@ -681,12 +686,11 @@ print(
 # %% [markdown]
 # ## A group, then its budgets
 #
-# Two of the numbers are of different worth. What is cached is there, and may be gone soon. What
-# is in common has still to be computed by the first. So the step goes to the tier with the
-# largest sum of cached blocks, and in it to those who find most. A request that is due comes
-# before that, and its tier with it. Only the most urgent priority is planned. Requests that can
-# share a prefix stand side by side. Seats, tokens and pages are counted off from this list by the
-# scheduler, as always.
+# What is cached is there; what is in common has still to be computed by the first. So the step
+# goes to the tier with the largest sum of cached blocks, and in it to those who find most. A
+# request that is due comes before that, and its tier with it. Only the most urgent priority is
+# planned. Requests that can share a prefix stand side by side. Seats, tokens and pages are
+# counted off from this list by the scheduler, as always.
 
 # %% export="grouping.py"
 from collections import Counter
@@ -856,9 +860,9 @@ for label, stream in {"quick": agents(0.05, 1), "slow": agents(5, 20)}.items():
 # %% [markdown]
 # If only one step can share, waiting halves the work of the quick agents, from [14080](#wait)
 # tokens to [7680](#wait). Even there the first token comes at [123 ms](#wait) instead of
-# [41](#wait): the machine is not busy enough for saved work to matter. With a cache across steps
-# it saves not a single token: whoever does not wait for a companion leaves it a prefix. What
-# remains is the wait, [113 ms](#wait) instead of [32](#wait). So `SharedPrefix` never waits.
+# [41](#wait). With a cache across steps it saves not a single token: whoever does not wait for a
+# companion leaves it a prefix. What remains is the wait, [113 ms](#wait) instead of [32](#wait).
+# So `SharedPrefix` never waits.
 #
 # ## Who is passed over, and how often
 #
@@ -910,12 +914,13 @@ draw_rows(
 
 # %% [markdown]
 # In order of arrival it waits [0.76 s](#passed). Grouped under our default bound of [64](#passed)
-# steps it waits [4.18 s](#passed), until the session has said nearly everything: nobody falls due
+# steps it waits [4.18 s](#passed), nearly as long as the slowest turn. Nobody falls due
 # ([0](#passed)), so this bound protects nobody here. In return the median falls from
 # [1.42](#passed) to [0.68](#passed) s; the mean hardly moves. A bound of [4](#passed) gives the
 # question its place back, [0.86 s](#passed), and most of the gain is gone, the median is
-# [1.32](#passed). The bound holds for everybody: [76](#passed) of the 101 requests fell due, and
-# the due go in order of arrival.
+# [1.32](#passed): the bound holds for everybody, [76](#passed) of the 101 requests fall due, and
+# the due go in order of arrival. With 16 both are worse than without groups, [1.95](#passed) and
+# [1.50](#passed).
 #
 # The last line is another mechanism. A caller who must not wait has a priority, and the plan
 # looks at nothing else before it: [0.05 s](#passed).
@@ -964,17 +969,19 @@ for kinds, num_pages in (("MLMLMLM", 100), ("LLLLLLMM", 144)):
 # %% [markdown]
 # M is a member of the chain, L a lone request. In the first queue members and lone ones
 # alternate. By age three members go, and all find the whole document again, 40 blocks or
-# [640](#chain) tokens, because one of them always holds it: the chain survives without our rule.
-# By company fewer go, and [575](#chain) tokens are computed twice, not [783](#chain). The run
-# ends at [5.49](#chain) s instead of [5.52](#chain).
+# [640](#chain) tokens, because the oldest is one of them and never goes: the chain survives
+# without our rule. By company fewer go, and [575](#chain) tokens are computed twice, not
+# [783](#chain). The run ends at [5.49](#chain) s instead of [5.52](#chain).
 #
 # In the second queue the members came last. By age both go, and the chain breaks: the first to
 # return finds [384](#chain) tokens of it. By company two lone requests go instead, and find
 # [32](#chain) tokens and [0](#chain) of theirs. The bill is the same, [480](#chain) tokens
-# against [464](#chain), and one end: what a chain is spared, somebody else pays.
+# against [464](#chain), and an end at [5.26](#chain) s: what a chain is spared, somebody else
+# pays.
 #
-# Nobody waits for ever: a plan stops at the first request that does not fit, so nobody overtakes
-# one that is due, and the oldest that runs goes on.
+# Can somebody wait for ever? A plan stops at the first request that does not fit, so nobody
+# overtakes one that is due, and the oldest that runs stays while another can go. Tests hold both
+# against streams made to break them.
 #
 # ## A ledger
 #
@@ -1105,21 +1112,21 @@ draw_rows(
 
 # %% [markdown]
 # The traffic is that of the opening. The first run has room for everything and evicts
-# [0](#ledger) blocks. Still its tier 1 was promised [28690](#ledger) blocks and found
-# [26734](#ledger): the first of a group is promised what it has in common with the second, and
-# finds nothing. So a gap is not yet an eviction. With a third of the memory tiers evict
-# [16037](#ledger) blocks, and have the same gap to the block: nobody misses what they evict. In
-# order of arrival eviction shows: tier 2 is promised [27132](#ledger) and finds [18083](#ledger),
-# not [27098](#ledger).
+# [0](#ledger) blocks. Still tier 0 was promised [1320](#ledger) blocks and found [1260](#ledger).
+# The gap is the template's 60 blocks, once: the first of a group is promised what it has in
+# common with the others, and finds nothing. A gap is not yet an eviction. With a third of the
+# memory tiers evict [16037](#ledger) blocks, and have the same gaps: nobody misses what they
+# evict. In order of arrival eviction shows: tier 2 is promised [27132](#ledger) and finds
+# [18083](#ledger), not [27098](#ledger).
 #
-# *Queued*, and tokens *a step*, tell how long the requests of a tier wait and how full the
-# batches are that take them in. *Tiers in a step*: grouping raises the unmixed steps from
-# [46](#ledger) to [71](#ledger), and no higher. A plan takes in one tier, and the others are
+# *Queued*, and tokens *a step*, tell how long a tier's requests wait and how full their batches
+# are. *Tiers in a step*: grouping raises the unmixed steps from [46](#ledger) to [71](#ledger);
+# [81](#ledger) still mix two, [29](#ledger) three. A plan takes in one tier, and the others are
 # still there, decoding. Continuous batching mixes whatever it admits.
 #
-# One entry is missing: when did whom the new order help? The last two runs once more, by quarters
-# of the arrivals, fifteen requests each: the P99, which is their longest wait, and their tokens a
-# second from the first arrival to the last end.
+# Whom does the new order help, and when? The last two runs once more, by quarters of the
+# arrivals, fifteen requests each: the P99, which is their longest wait, and their tokens a second
+# from the first arrival to the last end.
 
 # %% name="windows" claims="V26"
 for name in ("order of arrival", "tiers"):
@@ -1183,15 +1190,16 @@ for words, start in {"the first block": 0, "the second": 1, "the last": 200}.ite
     print(f"ledger: {line.num_hits} hits, {line.cached_blocks} blocks")
 
 # %% [markdown]
-# The hit rate goes from [0](#template) to [31 of 32](#template) requests. Throughput stays where
-# it was, [172](#template) and [173](#template): each hit is one block, and the other 200 lie
-# behind the fork. The ledger says so, [31](#template) hits and as many blocks. With the variable
-# at the end it is [561](#template). No scheduler can do that for you.
+# One block further on, the variable leaves [31 of 32](#template) requests a hit instead of
+# [0](#template). Throughput stays where it was, [172](#template) and [173](#template): each hit
+# is one block, and the other 200 lie behind the fork. The ledger says so, [31](#template) hits
+# and as many blocks. With the variable at the end it is [561](#template). No scheduler can do
+# that for you.
 #
 # ## Was it worth it?
 #
-# What a rule has to show is saved work that became answers in time, and what it costs to own. For
-# both sizes of memory, where there are three draws a change is their mean:
+# A rule must show saved work that became answers in time, and what it costs to own. For both
+# sizes of memory; with the small one a change is the mean of three draws:
 
 # %% name="judge" claims="V27"
 import inspect
@@ -1239,8 +1247,8 @@ print(f"lines: order of arrival {sizes[0]}, longest prefix {sizes[1]}, all {size
 # has memory to spare should stay with order of arrival, and that is our default.
 #
 # The simulator prices a token of prefill alike at position 100 and at 100,000, and a decode step
-# without regard to the lengths in it. On a real machine both cost, which speaks for grouping; it
-# leaves out the time to make a plan as well, which speaks against.
+# whatever the lengths in it; both favour order of arrival. It leaves out the time to make a plan;
+# that favours groups.
 #
 # ## With weights
 #
