@@ -1,4 +1,4 @@
-# Exported from chapters/12_grouping.py (0dd89e45): edit the chapter.
+# Exported from chapters/12_grouping.py (c9d22c06): edit the chapter.
 """Who rides together: whom a step tries to admit, and in which order."""
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class SharedPrefix(LongestPrefix):
         return [state for family in families.values() for state in family]
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
-        """Who shares fewest pages with the others of these: the lone before a chain.
+        """Who shares fewest pages with the others of these: lone requests first.
 
         Of equals the last to have come, and only among the least important, whose
         oldest stays if anybody else can go.
