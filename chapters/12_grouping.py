@@ -1207,27 +1207,29 @@ import inspect
 
 import minivllm.grouping as module
 
+MEASURES = {
+    "prefill": lambda run: run.stats["prefill_tokens"],
+    "tokens/s": lambda run: run.throughput,
+    "P50": lambda run: run.ttft_s(50),
+    "P99": lambda run: run.ttft_s(99),
+}
+
 
 def change(before: list[Run], after: list[Run], what) -> str:
     """By how much a number changes, the mean over the draws."""
     ratios = [what(b) / what(a) for a, b in zip(before, after, strict=True)]
-    return f"{100 * (mean(ratios) - 1):+4.0f} %"
+    return f"{100 * (mean(ratios) - 1):+7.0f} %"
 
 
 for name in ("longest prefix", "fewest tokens left"):
     tight[name] = on_each_draw(RULES[name])
 once = {name: [run] for name, run in roomy.items() if name != "any hit first"}
-for memory, table in {"60,000 blocks, one draw": once, "20,000, three": tight}.items():
-    print(memory)
-    old = table["order of arrival"]
+for memory, table in {"60,000 blocks": once, "20,000 blocks": tight}.items():
+    print(f"{memory:18}", *(f"{name:>9}" for name in MEASURES), "  within 10 s")
     for name, new in table.items():
-        computed = change(old, new, lambda run: run.stats["prefill_tokens"])
-        print(f"  {name:18} prefill {computed},", end=" ")
-        print(f"throughput {change(old, new, lambda run: run.throughput)},", end=" ")
-        print(f"P50 {change(old, new, lambda run: run.ttft_s(50))},", end=" ")
-        print(f"P99 {change(old, new, lambda run: run.ttft_s(99))},", end=" ")
-        in_time = sum(run.num_in_time(10) for run in new)
-        print(f"{in_time:3} of {60 * len(new)} within 10 s")
+        old, in_time = table["order of arrival"], sum(r.num_in_time(10) for r in new)
+        changes = [change(old, new, what) for what in MEASURES.values()]
+        print(f"{name:18}", *changes, f"{in_time:6} of {60 * len(new)}")
 parts = (ArrivalOrder, module.LongestPrefix, module)
 sizes = [len(inspect.getsource(part).splitlines()) for part in parts]
 print(f"lines: order of arrival {sizes[0]}, longest prefix {sizes[1]}, all {sizes[2]}")
