@@ -1,4 +1,4 @@
-# Exported from chapters/12_grouping.py (0a8e82fd): edit the chapter.
+# Exported from chapters/12_grouping.py (c9d22c06): edit the chapter.
 """Who rides together: whom a step tries to admit, and in which order."""
 
 from __future__ import annotations
@@ -134,15 +134,16 @@ class SharedPrefix(LongestPrefix):
         return max(cached, key=lambda tier: cached[tier], default=0)
 
     def _side_by_side(self, group: Sequence[Estimate]) -> list[RequestState]:
-        """Those with one and the same prefix together, where the first stands."""
-        families: dict[bytes, list[RequestState]] = {}
+        """Those who can share one prefix together, where the first of them stands."""
+        families: dict[tuple[ExtraKey, bytes], list[RequestState]] = {}
         for e in group:
-            prefix = e.state.tokens[: e.num_blocks * self.page_size]
-            families.setdefault(prefix.tobytes(), []).append(e.state)
+            prefix = e.state.tokens[: e.num_blocks * self.page_size].tobytes()
+            key = (e.state.request.extra_key, prefix)
+            families.setdefault(key, []).append(e.state)
         return [state for family in families.values() for state in family]
 
     def victim(self, unserved: Sequence[RequestState]) -> RequestState:
-        """Who shares fewest pages with the others, so that no chain goes in pieces.
+        """Who shares fewest pages with the others of these: lone requests first.
 
         Of equals the last to have come, and only among the least important, whose
         oldest stays if anybody else can go.

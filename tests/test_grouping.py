@@ -198,8 +198,28 @@ def check_side_by_side(got, rest, waiting, estimates):
     families = {}
     for i in rest:
         size = 2 * max(estimates[i][:2])
-        families.setdefault(tuple(waiting[i][0][:size]), []).append(i)
+        key = (waiting[i][1], tuple(waiting[i][0][:size]))
+        families.setdefault(key, []).append(i)
     assert got == [i for family in families.values() for i in family]
+
+
+def plan_of(waiting):
+    engine = make_engine()
+    for tokens, key in waiting:
+        engine.submit(tokens, extra_key=key)
+    plan = engine.scheduler.grouping.plan(engine.scheduler.waiting)
+    return [int(state.request.request_id) for state in plan]
+
+
+def stand_beside_those_who_share():
+    """Equal tokens under two keys share nothing: they are two families."""
+    one, other = [1] * 8, [2] * 8
+    queue = [(one, None), (other, None), (one, "salt"), (other, None), (one, "salt")]
+    assert plan_of([*queue, (one, None)]) == [0, 5, 1, 3, 2, 4], "strangers in between"
+
+
+def test_families_are_those_who_share():
+    stand_beside_those_who_share()
 
 
 # ---- What a plan promises ------------------------------------------------------------
@@ -395,7 +415,7 @@ def chosen_victim(leading, rule="shared-prefix", priorities=None, shared=8):
         (".", 0),
     ],
 )
-def test_a_chain_does_not_go_in_pieces(leading, goes):
+def test_who_shares_least_goes_first(leading, goes):
     """V19: who shares least goes first; the oldest of all never."""
     assert chosen_victim(leading) == goes
 
@@ -568,6 +588,17 @@ def forget_priority(patch):
     )
 
 
+def forget_keys(patch):
+    def fault(self, group):
+        families = {}
+        for e in group:
+            prefix = e.state.tokens[: e.num_blocks * self.page_size].tobytes()
+            families.setdefault(prefix, []).append(e.state)
+        return [state for family in families.values() for state in family]
+
+    patch.setattr(SharedPrefix, "_side_by_side", fault)
+
+
 def take_the_first(patch):
     patch.setattr(SharedPrefix, "victim", lambda self, unserved: unserved[0])
 
@@ -610,7 +641,8 @@ FAULTS = [
         test_the_oldest_is_never_preempted_and_everybody_ends,
         None,
     ),
-    (take_the_last, lambda: test_a_chain_does_not_go_in_pieces("A.AA", 1), None),
+    (take_the_last, lambda: test_who_shares_least_goes_first("A.AA", 1), None),
+    (forget_keys, stand_beside_those_who_share, "strangers in between"),
     (keep_the_group, test_nothing_is_kept_between_assemblies, None),
     (hold_the_lone, test_the_ledger_adds_up, "requests that never end"),
 ]
