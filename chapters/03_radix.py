@@ -342,8 +342,6 @@ def shared_pages(one: bytes, other: bytes, step: int) -> int:
 
 
 # %% export="radix.py"
-from operator import sub
-
 from minivllm.request import check_extra_key
 
 
@@ -357,12 +355,14 @@ def places_of(
     if type(slots) is Slots and slots.page_size == size and slots.unit == unit:
         places = slots.places
         return places if len(places) == num_pages else places[:num_pages]
-    firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
-    if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
-        raise ValueError("the slots of one page must be consecutive")
-    if unit > 1 and any(first % unit for first in firsts):
-        raise ValueError(f"a page must begin at a multiple of {unit} slots")
-    return array("i", list(firsts) if unit == 1 else [s // unit for s in firsts])
+    try:
+        places = array("i", [first // unit for first in slots[0:end:size]])
+    except OverflowError:
+        raise ValueError("a slot must be a 32-bit integer") from None
+    if list(slots[:end]) != list(Slots(places, size, unit)):
+        start = f", and begin at a multiple of {unit}" if unit > 1 else ""
+        raise ValueError(f"the slots of one page must be consecutive{start}")
+    return places
 
 
 class RadixCache(RadixCache):

@@ -1,4 +1,4 @@
-# Exported from chapters/03_radix.py (7028b789): edit the chapter.
+# Exported from chapters/03_radix.py (50ecc7f4): edit the chapter.
 """A compressed tree of token prefixes and the slots that hold their K/V.
 
 Every path from a root is a prefix that was computed. Edges are whole pages; a run of
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
-from operator import index, sub
+from operator import index
 from typing import NamedTuple, overload
 
 from minivllm.request import ExtraKey, TokenIds, check_extra_key, encode_ids
@@ -449,12 +449,14 @@ def places_of(
     if type(slots) is Slots and slots.page_size == size and slots.unit == unit:
         places = slots.places
         return places if len(places) == num_pages else places[:num_pages]
-    firsts, lasts = slots[0:end:size], slots[size - 1 : end : size]
-    if size > 1 and list(map(sub, lasts, firsts)).count(size - 1) < num_pages:
-        raise ValueError("the slots of one page must be consecutive")
-    if unit > 1 and any(first % unit for first in firsts):
-        raise ValueError(f"a page must begin at a multiple of {unit} slots")
-    return array("i", list(firsts) if unit == 1 else [s // unit for s in firsts])
+    try:
+        places = array("i", [first // unit for first in slots[0:end:size]])
+    except OverflowError:
+        raise ValueError("a slot must be a 32-bit integer") from None
+    if list(slots[:end]) != list(Slots(places, size, unit)):
+        start = f", and begin at a multiple of {unit}" if unit > 1 else ""
+        raise ValueError(f"the slots of one page must be consecutive{start}")
+    return places
 
 
 Entry = tuple[int, int, Node]  # priority, serial number, leaf

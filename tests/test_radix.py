@@ -311,8 +311,14 @@ def test_bad_arguments():
     cache = RadixCache(4)
     with pytest.raises(ValueError, match="slots"):
         cache.insert(range(8), range(7))
-    with pytest.raises(ValueError, match="consecutive"):
-        cache.insert(range(4), [0, 2, 4, 6])
+    for slots in ([0, 2, 4, 6], [0, 2, 1, 3]):
+        with pytest.raises(ValueError, match="consecutive"):
+            cache.insert(range(4), slots)
+    with pytest.raises(ValueError, match="32-bit"):
+        cache.insert(range(4), range(2**31, 2**31 + 4))
+    with pytest.raises(ValueError, match="multiple of 4"):
+        RadixCache(4, unit=4).insert(range(4), range(2, 6))
+    assert cache.total_size == 0
 
 
 def test_hash_hit_is_confirmed_by_tokens_and_parent(monkeypatch):
