@@ -511,7 +511,7 @@ print("asked for 'the cow ', got", [read(memory, slots_of(found))])
 # %% export="prefix_cache.py"
 class HashIndex(HashIndex):
     def _walk(self, node: Node, ids: "array[int]") -> "tuple[End, array[int]]":
-        """Look the pages of `ids` up by name; confirm a run by its tokens and parent."""
+        """Look pages up by name; confirm a run of them by its tokens and parent."""
         key, name, step = ids.tobytes(), self._last_name(node), self._step
         runs: list[array[int]] = []
         at, start, within = 0, 0, len(node.key)

@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (ce3c6770): edit the chapter.
+# Exported from chapters/04_pages.py (67e55890): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class HashIndex(RadixCache):
         self._names: dict[Node, list[bytes]] = {}  # the names of a run's pages
 
     def _walk(self, node: Node, ids: array[int]) -> tuple[End, array[int]]:
-        """Look the pages of `ids` up by name; confirm a run by its tokens and parent."""
+        """Look pages up by name; confirm a run of them by its tokens and parent."""
         key, name, step = ids.tobytes(), self._last_name(node), self._step
         runs: list[array[int]] = []
         at, start, within = 0, 0, len(node.key)
