@@ -209,6 +209,7 @@ print("as raw bytes:", best_us(lambda: hashlib.blake2b(ids.tobytes()).digest()))
 
 import sys
 from hashlib import blake2b
+from struct import iter_unpack
 
 from minivllm.request import ExtraKey, TokenIds, check_extra_key, encode_ids
 
@@ -308,10 +309,9 @@ def extend_hashes(
 
 def names_after(past: bytes, data: bytes, num_bytes: int) -> list[bytes]:
     """Names of the whole pages in `data`, of `num_bytes` each, that follow `past`."""
-    return [
-        past := page_name(past, data[start : start + num_bytes])
-        for start in range(0, len(data) - num_bytes + 1, num_bytes)
-    ]
+    whole = len(data) // num_bytes * num_bytes
+    pages = iter_unpack(f"{num_bytes}s", data[:whole])
+    return [past := page_name(past, page) for (page,) in pages]
 
 
 # %% [markdown]

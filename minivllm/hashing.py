@@ -1,8 +1,9 @@
-# Exported from chapters/02_hashing.py (8791f41e): edit the chapter.
+# Exported from chapters/02_hashing.py (a1e4a6e7): edit the chapter.
 """Names for pages of tokens: each names its page and everything before it."""
 
 import sys
 from hashlib import blake2b
+from struct import iter_unpack
 
 from minivllm.request import ExtraKey, TokenIds, check_extra_key, encode_ids
 
@@ -61,7 +62,6 @@ def extend_hashes(
 
 def names_after(past: bytes, data: bytes, num_bytes: int) -> list[bytes]:
     """Names of the whole pages in `data`, of `num_bytes` each, that follow `past`."""
-    return [
-        past := page_name(past, data[start : start + num_bytes])
-        for start in range(0, len(data) - num_bytes + 1, num_bytes)
-    ]
+    whole = len(data) // num_bytes * num_bytes
+    pages = iter_unpack(f"{num_bytes}s", data[:whole])
+    return [past := page_name(past, page) for (page,) in pages]
