@@ -161,8 +161,9 @@ for position in range(chunk.start, chunk.end):  # change me
 # %% export="attention.py"
 """Attention that reads keys and values through page tables."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -176,25 +177,42 @@ class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
     `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context]. `mask` [new, context] is None for a single token, and for a chunk that
-    begins its prompt: there the first token sees one, the second two, and so on.
+    [context], in `pages`. `mask` [new, context] is None for a single token, and for a
+    chunk that begins its prompt: there the first sees one, the second two, and so on.
     """
 
     rows: slice
+    pages: Sequence[int]
     context: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Read:
+    """Single tokens that attend in one product: `readers` of them to each context.
+
+    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts, length] are
+    what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
+    context has ended, or None.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class Plan:
     """What every layer of a forward pass needs to know about the batch.
 
-    `positions` and `write_slots` have one entry for each new token.
+    `positions` and `write_slots` have one entry for each new token. `reads` are for
+    those single tokens that are read together, and have no entry in `chunks`.
     """
 
     positions: Tensor
     write_slots: Tensor
     chunks: Sequence[ChunkPlan]
+    reads: Sequence[Read] = ()
 
 
 # %% [markdown]
@@ -219,7 +237,8 @@ def plan_batch(
         write_slots += _write_slots(chunk, page_size, scratch_page)
         rows = slice(first, len(positions))
         context = _context_slots(chunk, page_size, device)
-        plans.append(ChunkPlan(rows, context, _causal_mask(chunk, device)))
+        mask = _causal_mask(chunk, device)
+        plans.append(ChunkPlan(rows, chunk.pages, context, mask))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
 
 
@@ -318,9 +337,12 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
-        return torch.cat(
-            [self._attend(query[chunk.rows], chunk) for chunk in plan.chunks]
-        )
+        out = torch.zeros_like(query)
+        for chunk in plan.chunks:
+            out[chunk.rows] = self._attend(query[chunk.rows], chunk)
+        if plan.reads:
+            self._read_all(query, plan.reads, out)
+        return out
 
 
 # %% [markdown]
@@ -486,7 +508,222 @@ for name, rows, wanted in [
 # over the batch. So the freedom that chapter 9 will use, to promise a page to others before it is
 # written, holds for attention layers and for no recurrent one. vLLM, which also runs models that mix
 # both kinds, can store states at block boundaries, and then cuts prompts there.
+
+# %% [markdown]
+# ## Read together
 #
+# TODO prose
+
+# %% export="attention.py"
+MIN_SAVED = 256  # tokens: a product of its own costs about as much as reading so many
+
+
+def shared_runs(
+    tables: Sequence[tuple[int, ...]], page_size: int
+) -> list[tuple[list[int], int, int]]:
+    """Runs of pages that several tables share behind equal beginnings.
+
+    A run is (which tables, first page, end): an edge of the radix tree of the tables.
+    An edge that would save too little stays a part of those below it.
+    """
+    runs, todo = [], [(list(range(len(tables))), 0)]
+    while todo:
+        members, start = todo.pop()
+        some = [tables[i] for i in members]
+        end = _common(min(some), max(some))  # in order: all others lie between
+        if (len(members) - 1) * (end - start) * page_size >= MIN_SAVED:
+            runs.append((members, start, end))
+            start = end
+        heirs: dict[int, list[int]] = {}
+        for i in members:
+            if len(tables[i]) > end:
+                heirs.setdefault(tables[i][end], []).append(i)
+        todo += [(heir, start) for heir in heirs.values() if len(heir) > 1]
+    return runs
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many pages two tables have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+# %% export="attention.py"
+def read_together(plan: Plan, page_size: int) -> Plan:
+    """The same plan, with its single tokens in few products, and shared pages once."""
+    singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
+    if not singles:
+        return plan
+    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
+    starts, reads = [0] * len(singles), []
+    for members, start, end in shared_runs(tables, page_size):
+        run = singles[members[0]].context[start * page_size : end * page_size]
+        reads.append(_read_of([singles[i] for i in members], [run]))
+        for i in members:
+            starts[i] = end * page_size
+    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
+    for members in _alike([len(context) for context in own]):
+        reads.append(_read_of([singles[i] for i in members], [own[i] for i in members]))
+    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
+    return replace(plan, chunks=others, reads=reads)
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of places with lengths so much alike that padding them costs little."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        last = groups[-1] if groups else []
+        if last and (lengths[i] - lengths[last[-1]]) * len(last) <= MIN_SAVED:
+            last.append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _read_of(readers: Sequence[ChunkPlan], contexts: Sequence[Tensor]) -> Read:
+    """One product for these contexts; each is filled up with its last slot."""
+    device, lengths = contexts[0].device, [len(context) for context in contexts]
+    rows = _longs([chunk.rows.start for chunk in readers], device)
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return Read(rows, torch.stack(list(contexts)), None)
+    filled = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
+    over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
+    bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(device)
+    return Read(rows, torch.stack(filled), bias)
+
+
+# %% export="attention.py"
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weighted averages of the values, and the logarithm of the sums of the weights.
+
+    All are [contexts, kv_heads, tokens, head_dim]; the sums are [..., queries, 1].
+    """
+    if has_fused_attention(query.device):
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum = fused(query, keys, values, attn_mask=bias)
+        return out, log_sum[..., None]
+    scores = query.float() @ keys.float().transpose(-1, -2) / math.sqrt(query.shape[-1])
+    scores = scores if bias is None else scores + bias
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    return (scores - log_sum).exp() @ values.float(), log_sum
+
+
+def has_fused_attention(device: torch.device) -> bool:
+    """PyTorch tells these sums for a CPU only: elsewhere `attend` adds them up."""
+    return device.type == "cpu"
+
+
+# %% export="attention.py"
+class PagedAttention(PagedAttention):
+    def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        """One product: averages [rows, heads, head_dim], and sums [rows, heads, 1]."""
+        contexts, length = read.slots.shape
+        kv_heads, head_dim = self.keys.shape[1:]
+        slots, shape = read.slots.flatten(), (contexts, length, kv_heads, head_dim)
+        keys = self.keys.index_select(0, slots).view(shape).transpose(1, 2)
+        values = self.values.index_select(0, slots).view(shape).transpose(1, 2)
+        rows = query.index_select(0, read.rows)
+        by_head = rows.view(contexts, -1, kv_heads, rows.shape[1] // kv_heads, head_dim)
+        asked = by_head.transpose(1, 2).flatten(2, 3)
+        found = attend(asked, keys, values, read.bias)
+        readers, heads = by_head.shape[1], by_head.shape[2:4]
+        out, log_sum = (
+            x.view(contexts, kv_heads, readers, heads[1], -1).transpose(1, 2)
+            for x in found
+        )
+        return out.reshape(rows.shape), log_sum.reshape(*rows.shape[:2], 1)
+
+    def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
+        """Average the averages of a token's reads, each weighed by its sum."""
+        sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
+        for read in reads:
+            rows, (part, part_sum) = read.rows, self._read(query, read)
+            if len(reads) > 1:
+                known, known_sum = out.index_select(0, rows), sums.index_select(0, rows)
+                share = torch.sigmoid(part_sum - known_sum)
+                part = torch.lerp(known.float(), part.float(), share)
+                sums.index_copy_(0, rows, torch.logaddexp(known_sum, part_sum))
+            out.index_copy_(0, rows, part.to(out.dtype))
+
+
+# %% [markdown]
+# ## Products of one input
+#
+# TODO
+
+# %% export="linear.py"
+"""Linear layers, joined and laid out for the processor."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Product(nn.Module):
+    """Linear layers that read the same input; their outputs side by side.
+
+    The layers keep the names of the checkpoint. `pack` takes their weights from them.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self.layers = layers  # a tuple, of which torch takes no notice
+        self.multiply: Callable[[Tensor], Tensor] = self._one_by_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All outputs [tokens, sum of the layers' outputs]."""
+        return self.multiply(x)
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+# %% export="linear.py"
+class Product(Product):
+    def pack(self) -> None:
+        """Join the layers' weights, and give up the plain ones; once is enough."""
+        if self.layers[0].weight is None:
+            return
+        weight = _joined([layer.weight for layer in self.layers])
+        biases = [layer.bias for layer in self.layers if layer.bias is not None]
+        self.multiply = fastest_product(weight, _joined(biases) if biases else None)
+        for layer in self.layers:
+            layer.weight = layer.bias = None  # type: ignore[assignment]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of all rows; a single one as it is, for others may use it too."""
+    return torch.cat(list(parts)).detach() if len(parts) > 1 else parts[0].detach()
+
+
+def fastest_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x -> x times weight, plus bias: packed by oneDNN where it can do that."""
+    if not can_pack(weight):
+        return partial(F.linear, weight=weight, bias=bias)
+    ops = torch.ops.mkldnn
+    packed = ops._reorder_linear_weight(weight)
+    return lambda x: ops._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN is there, and fast with such numbers on this processor."""
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    ops = torch.ops.mkldnn
+    if weight.dtype == torch.bfloat16:
+        return bool(ops._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(ops._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
+
+
+# %% [markdown]
 # ## The decoder
 #
 # The rest is an ordinary decoder, on flat tokens. Its shape is a small frozen record. The
@@ -510,6 +747,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.attention import PagedAttention, Plan
+from minivllm.linear import Product
 
 
 @dataclass(frozen=True)
@@ -669,9 +907,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 # %% [markdown]
@@ -694,20 +930,21 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.o_proj = nn.Linear(wide, hidden, bias=False)
+        self.qkv = Product(self.q_proj, self.k_proj, self.v_proj)
+        self.output = Product(self.o_proj)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
 
     def forward(
         self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
-        query, key, value = (
-            proj(x).view(len(x), -1, self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        query, key, value = by_head.split(self.heads, dim=1)
         query = rotate(self.q_norm(query), cos, sin)
         key = rotate(self.k_norm(key), cos, sin)
         out = memory.forward(query, key, value, plan)
-        return cast(Tensor, self.o_proj(out.reshape(len(x), -1)))
+        return cast(Tensor, self.output(out.view(len(x), -1)))
 
 
 def _head_norm(config: ModelConfig) -> nn.Module:
@@ -731,10 +968,13 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, wide, bias=False)
         self.up_proj = nn.Linear(hidden, wide, bias=False)
         self.down_proj = nn.Linear(wide, hidden, bias=False)
+        self.gate_and_up = Product(self.gate_proj, self.up_proj)
+        self.down = Product(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        gate, up = self.gate_and_up(x).chunk(2, dim=-1)
+        return cast(Tensor, self.down(F.silu(gate) * up))
 
 
 class Layer(nn.Module):
@@ -765,7 +1005,7 @@ layer = model.layers[0]
 attention = layer.self_attn
 entering = model.embed_tokens(torch.tensor(list(step.token_ids)))
 x = layer.input_layernorm(entering)
-query, key = (proj(x).view(-1, 8) for proj in (attention.q_proj, attention.k_proj))
+query, key, _ = attention.qkv(x).view(-1, 8).split(attention.heads)
 print(f"enters with {entering.shape[1]} numbers")
 print(f"asks with {len(query)} heads, stores {len(key)} keys and as many values")
 print(f"writes slot {int(plan.write_slots)}, reads {len(plan.chunks[0].context)} slots")
@@ -825,6 +1065,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Product(self.lm_head)
         self.frequencies = rope_frequencies(config)  # never a parameter, never 16 bit
 
     def forward(
@@ -841,7 +1082,16 @@ class Decoder(nn.Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer, layer_memory in zip(self.layers, memory, strict=True):
             x = layer(x, layer_memory, plan, cos, sin)
-        return cast(Tensor, self.lm_head(self.norm(x[rows])).float())
+        return cast(Tensor, self.head(self.norm(x[rows])).float())
+
+
+# %% export="model.py"
+class Decoder(Decoder):
+    def pack(self) -> None:
+        """Lay all weights of products out for speed; the plain ones are given up."""
+        for module in self.modules():
+            if isinstance(module, Product):
+                module.pack()
 
 
 # %% [markdown]
@@ -863,7 +1113,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from minivllm.attention import PagedAttention, plan_batch
+from minivllm.attention import PagedAttention, plan_batch, read_together
 from minivllm.batch import Chunk
 from minivllm.model import Decoder
 
@@ -872,8 +1122,9 @@ Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> i
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     """Choose the token with the largest logit; -1 where the logits are not numbers."""
-    best = logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
-    return cast(list[int], best.tolist())
+    best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
+    best = best.masked_fill(logits.gather(-1, best).isnan(), -1)
+    return cast(list[int], best[:, 0].tolist())
 
 
 class ModelRunner:
@@ -882,6 +1133,7 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, num_pages: int, page_size: int, sampler: Sampler = greedy
     ) -> None:
+        model.pack()
         self.model = model
         self.page_size = page_size
         self.scratch_page = num_pages
@@ -930,6 +1182,7 @@ class ModelRunner(ModelRunner):
             if chunk.samples
         ]
         rows = torch.tensor(ends, dtype=torch.long).to(self.device)
+        plan = read_together(plan, self.page_size)
         return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
 
 

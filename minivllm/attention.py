@@ -1,10 +1,11 @@
-# Exported from chapters/05_model.py (649fd84d): edit the chapter.
+# Exported from chapters/05_model.py (3b136f8e): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +19,42 @@ class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
     `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context]. `mask` [new, context] is None for a single token, and for a chunk that
-    begins its prompt: there the first token sees one, the second two, and so on.
+    [context], in `pages`. `mask` [new, context] is None for a single token, and for a
+    chunk that begins its prompt: there the first sees one, the second two, and so on.
     """
 
     rows: slice
+    pages: Sequence[int]
     context: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Read:
+    """Single tokens that attend in one product: `readers` of them to each context.
+
+    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts, length] are
+    what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
+    context has ended, or None.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class Plan:
     """What every layer of a forward pass needs to know about the batch.
 
-    `positions` and `write_slots` have one entry for each new token.
+    `positions` and `write_slots` have one entry for each new token. `reads` are for
+    those single tokens that are read together, and have no entry in `chunks`.
     """
 
     positions: Tensor
     write_slots: Tensor
     chunks: Sequence[ChunkPlan]
+    reads: Sequence[Read] = ()
 
 
 def plan_batch(
@@ -52,7 +70,8 @@ def plan_batch(
         write_slots += _write_slots(chunk, page_size, scratch_page)
         rows = slice(first, len(positions))
         context = _context_slots(chunk, page_size, device)
-        plans.append(ChunkPlan(rows, context, _causal_mask(chunk, device)))
+        mask = _causal_mask(chunk, device)
+        plans.append(ChunkPlan(rows, chunk.pages, context, mask))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
 
 
@@ -96,9 +115,12 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
-        return torch.cat(
-            [self._attend(query[chunk.rows], chunk) for chunk in plan.chunks]
-        )
+        out = torch.zeros_like(query)
+        for chunk in plan.chunks:
+            out[chunk.rows] = self._attend(query[chunk.rows], chunk)
+        if plan.reads:
+            self._read_all(query, plan.reads, out)
+        return out
 
     def _attend(self, query: Tensor, chunk: ChunkPlan) -> Tensor:
         keys = self.keys.index_select(0, chunk.context).transpose(0, 1)
@@ -112,3 +134,132 @@ class PagedAttention:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+    def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        """One product: averages [rows, heads, head_dim], and sums [rows, heads, 1]."""
+        contexts, length = read.slots.shape
+        kv_heads, head_dim = self.keys.shape[1:]
+        slots, shape = read.slots.flatten(), (contexts, length, kv_heads, head_dim)
+        keys = self.keys.index_select(0, slots).view(shape).transpose(1, 2)
+        values = self.values.index_select(0, slots).view(shape).transpose(1, 2)
+        rows = query.index_select(0, read.rows)
+        by_head = rows.view(contexts, -1, kv_heads, rows.shape[1] // kv_heads, head_dim)
+        asked = by_head.transpose(1, 2).flatten(2, 3)
+        found = attend(asked, keys, values, read.bias)
+        readers, heads = by_head.shape[1], by_head.shape[2:4]
+        out, log_sum = (
+            x.view(contexts, kv_heads, readers, heads[1], -1).transpose(1, 2)
+            for x in found
+        )
+        return out.reshape(rows.shape), log_sum.reshape(*rows.shape[:2], 1)
+
+    def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
+        """Average the averages of a token's reads, each weighed by its sum."""
+        sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
+        for read in reads:
+            rows, (part, part_sum) = read.rows, self._read(query, read)
+            if len(reads) > 1:
+                known, known_sum = out.index_select(0, rows), sums.index_select(0, rows)
+                share = torch.sigmoid(part_sum - known_sum)
+                part = torch.lerp(known.float(), part.float(), share)
+                sums.index_copy_(0, rows, torch.logaddexp(known_sum, part_sum))
+            out.index_copy_(0, rows, part.to(out.dtype))
+
+
+MIN_SAVED = 256  # tokens: a product of its own costs about as much as reading so many
+
+
+def shared_runs(
+    tables: Sequence[tuple[int, ...]], page_size: int
+) -> list[tuple[list[int], int, int]]:
+    """Runs of pages that several tables share behind equal beginnings.
+
+    A run is (which tables, first page, end): an edge of the radix tree of the tables.
+    An edge that would save too little stays a part of those below it.
+    """
+    runs, todo = [], [(list(range(len(tables))), 0)]
+    while todo:
+        members, start = todo.pop()
+        some = [tables[i] for i in members]
+        end = _common(min(some), max(some))  # in order: all others lie between
+        if (len(members) - 1) * (end - start) * page_size >= MIN_SAVED:
+            runs.append((members, start, end))
+            start = end
+        heirs: dict[int, list[int]] = {}
+        for i in members:
+            if len(tables[i]) > end:
+                heirs.setdefault(tables[i][end], []).append(i)
+        todo += [(heir, start) for heir in heirs.values() if len(heir) > 1]
+    return runs
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many pages two tables have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def read_together(plan: Plan, page_size: int) -> Plan:
+    """The same plan, with its single tokens in few products, and shared pages once."""
+    singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
+    if not singles:
+        return plan
+    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
+    starts, reads = [0] * len(singles), []
+    for members, start, end in shared_runs(tables, page_size):
+        run = singles[members[0]].context[start * page_size : end * page_size]
+        reads.append(_read_of([singles[i] for i in members], [run]))
+        for i in members:
+            starts[i] = end * page_size
+    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
+    for members in _alike([len(context) for context in own]):
+        reads.append(_read_of([singles[i] for i in members], [own[i] for i in members]))
+    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
+    return replace(plan, chunks=others, reads=reads)
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of places with lengths so much alike that padding them costs little."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        last = groups[-1] if groups else []
+        if last and (lengths[i] - lengths[last[-1]]) * len(last) <= MIN_SAVED:
+            last.append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _read_of(readers: Sequence[ChunkPlan], contexts: Sequence[Tensor]) -> Read:
+    """One product for these contexts; each is filled up with its last slot."""
+    device, lengths = contexts[0].device, [len(context) for context in contexts]
+    rows = _longs([chunk.rows.start for chunk in readers], device)
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return Read(rows, torch.stack(list(contexts)), None)
+    filled = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
+    over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
+    bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(device)
+    return Read(rows, torch.stack(filled), bias)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weighted averages of the values, and the logarithm of the sums of the weights.
+
+    All are [contexts, kv_heads, tokens, head_dim]; the sums are [..., queries, 1].
+    """
+    if has_fused_attention(query.device):
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum = fused(query, keys, values, attn_mask=bias)
+        return out, log_sum[..., None]
+    scores = query.float() @ keys.float().transpose(-1, -2) / math.sqrt(query.shape[-1])
+    scores = scores if bias is None else scores + bias
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    return (scores - log_sum).exp() @ values.float(), log_sum
+
+
+def has_fused_attention(device: torch.device) -> bool:
+    """PyTorch tells these sums for a CPU only: elsewhere `attend` adds them up."""
+    return device.type == "cpu"

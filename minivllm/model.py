@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (f015ff18): edit the chapter.
+# Exported from chapters/05_model.py (33a0f75e): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.attention import PagedAttention, Plan
+from minivllm.linear import Product
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -112,20 +111,21 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.o_proj = nn.Linear(wide, hidden, bias=False)
+        self.qkv = Product(self.q_proj, self.k_proj, self.v_proj)
+        self.output = Product(self.o_proj)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
 
     def forward(
         self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
-        query, key, value = (
-            proj(x).view(len(x), -1, self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        query, key, value = by_head.split(self.heads, dim=1)
         query = rotate(self.q_norm(query), cos, sin)
         key = rotate(self.k_norm(key), cos, sin)
         out = memory.forward(query, key, value, plan)
-        return cast(Tensor, self.o_proj(out.reshape(len(x), -1)))
+        return cast(Tensor, self.output(out.view(len(x), -1)))
 
 
 def _head_norm(config: ModelConfig) -> nn.Module:
@@ -143,10 +143,13 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, wide, bias=False)
         self.up_proj = nn.Linear(hidden, wide, bias=False)
         self.down_proj = nn.Linear(wide, hidden, bias=False)
+        self.gate_and_up = Product(self.gate_proj, self.up_proj)
+        self.down = Product(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        gate, up = self.gate_and_up(x).chunk(2, dim=-1)
+        return cast(Tensor, self.down(F.silu(gate) * up))
 
 
 class Layer(nn.Module):
@@ -177,6 +180,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Product(self.lm_head)
         self.frequencies = rope_frequencies(config)  # never a parameter, never 16 bit
 
     def forward(
@@ -193,4 +197,10 @@ class Decoder(nn.Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer, layer_memory in zip(self.layers, memory, strict=True):
             x = layer(x, layer_memory, plan, cos, sin)
-        return cast(Tensor, self.lm_head(self.norm(x[rows])).float())
+        return cast(Tensor, self.head(self.norm(x[rows])).float())
+
+    def pack(self) -> None:
+        """Lay all weights of products out for speed; the plain ones are given up."""
+        for module in self.modules():
+            if isinstance(module, Product):
+                module.pack()
