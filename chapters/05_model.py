@@ -193,12 +193,15 @@ class Read:
 
     `rows` [contexts * readers] are theirs in the batch, `slots` [contexts, length] are
     what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
-    context has ended, or None.
+    context has ended, or None. `keys` and `values` [contexts * length, kv_heads,
+    head_dim] are where every layer puts them side by side: memory is asked for once.
     """
 
     rows: Tensor
     slots: Tensor
     bias: Tensor | None
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -549,8 +552,11 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 # %% export="attention.py"
-def read_together(plan: Plan, page_size: int) -> Plan:
-    """The same plan, with its single tokens in few products, and shared pages once."""
+def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
+    """The same plan, with its single tokens in few products, and shared pages once.
+
+    `memory` is that of any layer's keys, for its shape and its numbers' format.
+    """
     singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
     if not singles:
         return plan
@@ -558,12 +564,13 @@ def read_together(plan: Plan, page_size: int) -> Plan:
     starts, reads = [0] * len(singles), []
     for members, start, end in shared_runs(tables, page_size):
         run = singles[members[0]].context[start * page_size : end * page_size]
-        reads.append(_read_of([singles[i] for i in members], [run]))
+        reads.append(_read_of([singles[i] for i in members], [run], memory))
         for i in members:
             starts[i] = end * page_size
     own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
     for members in _alike([len(context) for context in own]):
-        reads.append(_read_of([singles[i] for i in members], [own[i] for i in members]))
+        contexts = [own[i] for i in members]
+        reads.append(_read_of([singles[i] for i in members], contexts, memory))
     others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
     return replace(plan, chunks=others, reads=reads)
 
@@ -580,17 +587,20 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _read_of(readers: Sequence[ChunkPlan], contexts: Sequence[Tensor]) -> Read:
+def _read_of(
+    readers: Sequence[ChunkPlan], contexts: Sequence[Tensor], memory: Tensor
+) -> Read:
     """One product for these contexts; each is filled up with its last slot."""
-    device, lengths = contexts[0].device, [len(context) for context in contexts]
-    rows = _longs([chunk.rows.start for chunk in readers], device)
-    longest = max(lengths)
-    if min(lengths) == longest:
-        return Read(rows, torch.stack(list(contexts)), None)
-    filled = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
-    over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
-    bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(device)
-    return Read(rows, torch.stack(filled), bias)
+    lengths = [len(context) for context in contexts]
+    rows = _longs([chunk.rows.start for chunk in readers], memory.device)
+    longest, bias = max(lengths), None
+    if min(lengths) < longest:
+        over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
+        bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(memory.device)
+        contexts = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
+    shape = (len(lengths) * longest, *memory.shape[1:])
+    keys, values = memory.new_empty(shape), memory.new_empty(shape)
+    return Read(rows, torch.stack(list(contexts)), bias, keys, values)
 
 
 # %% export="attention.py"
@@ -623,8 +633,9 @@ class PagedAttention(PagedAttention):
         contexts, length = read.slots.shape
         kv_heads, head_dim = self.keys.shape[1:]
         slots, shape = read.slots.flatten(), (contexts, length, kv_heads, head_dim)
-        keys = self.keys.index_select(0, slots).view(shape).transpose(1, 2)
-        values = self.values.index_select(0, slots).view(shape).transpose(1, 2)
+        keys = torch.index_select(self.keys, 0, slots, out=read.keys)
+        values = torch.index_select(self.values, 0, slots, out=read.values)
+        keys, values = (x.view(shape).transpose(1, 2) for x in (keys, values))
         rows = query.index_select(0, read.rows)
         by_head = rows.view(contexts, -1, kv_heads, rows.shape[1] // kv_heads, head_dim)
         asked = by_head.transpose(1, 2).flatten(2, 3)
@@ -1182,7 +1193,7 @@ class ModelRunner(ModelRunner):
             if chunk.samples
         ]
         rows = torch.tensor(ends, dtype=torch.long).to(self.device)
-        plan = read_together(plan, self.page_size)
+        plan = read_together(plan, self.page_size, self.memory[0].keys)
         return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
 
 

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (f9ac871a): edit the chapter.
+# Exported from chapters/05_model.py (439196c4): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ class ModelRunner:
             if chunk.samples
         ]
         rows = torch.tensor(ends, dtype=torch.long).to(self.device)
-        plan = read_together(plan, self.page_size)
+        plan = read_together(plan, self.page_size, self.memory[0].keys)
         return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
