@@ -189,11 +189,11 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class Read:
-    """Single tokens that attend in one product: `readers` of them to each context.
+    """Single tokens that attend in one product: equally many to each context.
 
-    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts, length] are
+    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts * length] are
     what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
-    context has ended, or None. `keys` and `values` [contexts * length, kv_heads,
+    context has ended, or None. `keys` and `values` [contexts, length, kv_heads,
     head_dim] are where every layer puts them side by side: memory is asked for once.
     """
 
@@ -340,6 +340,8 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
+        if len(plan.reads) == 1 and not plan.chunks:
+            return self._read(query, plan.reads[0])[0]
         out = torch.zeros_like(query)
         for chunk in plan.chunks:
             out[chunk.rows] = self._attend(query[chunk.rows], chunk)
@@ -584,7 +586,7 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
             last.append(i)
         else:
             groups.append([i])
-    return groups
+    return [sorted(group) for group in groups]
 
 
 def _read_of(
@@ -598,9 +600,9 @@ def _read_of(
         over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
         bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(memory.device)
         contexts = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
-    shape = (len(lengths) * longest, *memory.shape[1:])
+    shape = (len(lengths), longest, *memory.shape[1:])
     keys, values = memory.new_empty(shape), memory.new_empty(shape)
-    return Read(rows, torch.stack(list(contexts)), bias, keys, values)
+    return Read(rows, torch.cat(list(contexts)), bias, keys, values)
 
 
 # %% export="attention.py"
@@ -629,35 +631,30 @@ def has_fused_attention(device: torch.device) -> bool:
 # %% export="attention.py"
 class PagedAttention(PagedAttention):
     def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """One product: averages [rows, heads, head_dim], and sums [rows, heads, 1]."""
-        contexts, length = read.slots.shape
-        kv_heads, head_dim = self.keys.shape[1:]
-        slots, shape = read.slots.flatten(), (contexts, length, kv_heads, head_dim)
-        keys = torch.index_select(self.keys, 0, slots, out=read.keys)
-        values = torch.index_select(self.values, 0, slots, out=read.values)
-        keys, values = (x.view(shape).transpose(1, 2) for x in (keys, values))
-        rows = query.index_select(0, read.rows)
-        by_head = rows.view(contexts, -1, kv_heads, rows.shape[1] // kv_heads, head_dim)
-        asked = by_head.transpose(1, 2).flatten(2, 3)
-        found = attend(asked, keys, values, read.bias)
-        readers, heads = by_head.shape[1], by_head.shape[2:4]
-        out, log_sum = (
-            x.view(contexts, kv_heads, readers, heads[1], -1).transpose(1, 2)
+        """Averages [rows, heads, head_dim] and sums [rows, heads, 1] of one product."""
+        torch.index_select(self.keys, 0, read.slots, out=read.keys.flatten(0, 1))
+        torch.index_select(self.values, 0, read.slots, out=read.values.flatten(0, 1))
+        keys, values = read.keys.transpose(1, 2), read.values.transpose(1, 2)
+        contexts, kv_heads = keys.shape[:2]
+        readers, group = len(query) // contexts, query.shape[1] // kv_heads
+        by_head = query.view(contexts, readers, kv_heads, group, -1).transpose(1, 2)
+        found = attend(by_head.flatten(2, 3), keys, values, read.bias)
+        out, sums = (
+            x.view(contexts, kv_heads, readers, group, -1).transpose(1, 2)
             for x in found
         )
-        return out.reshape(rows.shape), log_sum.reshape(*rows.shape[:2], 1)
+        return out.reshape(query.shape), sums.reshape(*query.shape[:2], 1)
 
     def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
         """Average the averages of a token's reads, each weighed by its sum."""
         sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
         for read in reads:
-            rows, (part, part_sum) = read.rows, self._read(query, read)
-            if len(reads) > 1:
-                known, known_sum = out.index_select(0, rows), sums.index_select(0, rows)
-                share = torch.sigmoid(part_sum - known_sum)
-                part = torch.lerp(known.float(), part.float(), share)
-                sums.index_copy_(0, rows, torch.logaddexp(known_sum, part_sum))
-            out.index_copy_(0, rows, part.to(out.dtype))
+            part, part_sum = self._read(query[read.rows], read)
+            known, known_sum = out[read.rows].float(), sums[read.rows]
+            share = torch.sigmoid(part_sum - known_sum)
+            whole = torch.lerp(known, part.float(), share).to(out.dtype)
+            out.index_copy_(0, read.rows, whole)
+            sums.index_copy_(0, read.rows, torch.logaddexp(known_sum, part_sum))
 
 
 # %% [markdown]
@@ -676,18 +673,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Product(nn.Module):
+class Product:
     """Linear layers that read the same input; their outputs side by side.
 
     The layers keep the names of the checkpoint. `pack` takes their weights from them.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
-        super().__init__()
-        self.layers = layers  # a tuple, of which torch takes no notice
+        self.layers = layers
         self.multiply: Callable[[Tensor], Tensor] = self._one_by_one
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """All outputs [tokens, sum of the layers' outputs]."""
         return self.multiply(x)
 
@@ -717,9 +713,9 @@ def fastest_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
     """x -> x times weight, plus bias: packed by oneDNN where it can do that."""
     if not can_pack(weight):
         return partial(F.linear, weight=weight, bias=bias)
-    ops = torch.ops.mkldnn
-    packed = ops._reorder_linear_weight(weight)
-    return lambda x: ops._linear_pointwise(x, packed, bias, "none", [], "")
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, bias, "none", [], "")
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -839,10 +835,15 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return plain * (blend + (1 - blend) / factor)
 
 
+def rotation(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies by: angles [..., dim / 2] -> two of [..., dim]."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of x [tokens, heads, dim]; cos and sin are [tokens, 1, dim]."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    """Turn pairs of numbers of x [tokens, heads, dim]: each half with the other."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 # %% [markdown]
@@ -856,8 +857,7 @@ query, key = torch.randn(2, 1, 1, 8)
 
 
 def at(x: torch.Tensor, position: int) -> torch.Tensor:
-    angles = torch.cat([position * frequencies] * 2)
-    return rotate(x, angles.cos(), angles.sin()).flatten()
+    return rotate(x, *rotation(position * frequencies)).flatten()
 
 
 scores = [at(query, m) @ at(key, n) for m, n in [(5, 3), (105, 103), (5, 4)]]
@@ -944,24 +944,25 @@ class Attention(nn.Module):
         self.qkv = Product(self.q_proj, self.k_proj, self.v_proj)
         self.output = Product(self.o_proj)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.heads = (config.num_heads, config.num_kv_heads)
 
     def forward(
         self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
-        query, key, value = by_head.split(self.heads, dim=1)
-        query = rotate(self.q_norm(query), cos, sin)
-        key = rotate(self.k_norm(key), cos, sin)
+        asks, value = by_head[:, : sum(self.heads)], by_head[:, sum(self.heads) :]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
+            asks = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        asks = rotate(asks, cos, sin)
+        query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
         out = memory.forward(query, key, value, plan)
-        return cast(Tensor, self.output(out.view(len(x), -1)))
+        return self.output(out.view(len(x), -1))
 
 
-def _head_norm(config: ModelConfig) -> nn.Module:
-    return (
-        RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-    )
+def _head_norm(config: ModelConfig) -> RMSNorm | None:
+    return RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
 
 # %% [markdown]
@@ -985,7 +986,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
         gate, up = self.gate_and_up(x).chunk(2, dim=-1)
-        return cast(Tensor, self.down(F.silu(gate) * up))
+        return self.down(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -1016,7 +1017,7 @@ layer = model.layers[0]
 attention = layer.self_attn
 entering = model.embed_tokens(torch.tensor(list(step.token_ids)))
 x = layer.input_layernorm(entering)
-query, key, _ = attention.qkv(x).view(-1, 8).split(attention.heads)
+query, key, _ = attention.qkv(x).view(-1, 8).split((*attention.heads, 2))
 print(f"enters with {entering.shape[1]} numbers")
 print(f"asks with {len(query)} heads, stores {len(key)} keys and as many values")
 print(f"writes slot {int(plan.write_slots)}, reads {len(plan.chunks[0].context)} slots")
@@ -1088,12 +1089,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
         x = self.embed_tokens(token_ids)
-        angles = plan.positions[:, None] * self.frequencies.to(x.device)
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = plan.positions[:, None, None] * self.frequencies.to(x.device)
+        cos, sin = (turn.to(x.dtype) for turn in rotation(angles))
         for layer, layer_memory in zip(self.layers, memory, strict=True):
             x = layer(x, layer_memory, plan, cos, sin)
-        return cast(Tensor, self.head(self.norm(x[rows])).float())
+        return self.head(self.norm(x[rows])).float()
 
 
 # %% export="model.py"
@@ -1101,8 +1101,9 @@ class Decoder(Decoder):
     def pack(self) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""
         for module in self.modules():
-            if isinstance(module, Product):
-                module.pack()
+            for part in vars(module).values():
+                if isinstance(part, Product):
+                    part.pack()
 
 
 # %% [markdown]
@@ -1458,10 +1459,9 @@ document, other = tokens[:16], tokens[16:32]
 fresh.logits([Chunk("0", document, 0, [0], 0, samples=True)])
 fresh.logits([Chunk("1", other + document, 0, [1, 2], 0, samples=True)])
 
-angles = torch.cat([16 * model.frequencies] * 2)
 right = []
 for layer in fresh.memory:
-    turned = rotate(layer.keys[0:16], angles.cos(), angles.sin())
+    turned = rotate(layer.keys[0:16], *rotation(16 * model.frequencies))
     right.append(verdict(turned, layer.keys[32:48]) == "equal")
 print(right)
 

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (1d9a4970): edit the chapter.
+# Exported from chapters/05_model.py (ae6de328): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class Read:
-    """Single tokens that attend in one product: `readers` of them to each context.
+    """Single tokens that attend in one product: equally many to each context.
 
-    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts, length] are
+    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts * length] are
     what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
-    context has ended, or None. `keys` and `values` [contexts * length, kv_heads,
+    context has ended, or None. `keys` and `values` [contexts, length, kv_heads,
     head_dim] are where every layer puts them side by side: memory is asked for once.
     """
 
@@ -118,6 +118,8 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
+        if len(plan.reads) == 1 and not plan.chunks:
+            return self._read(query, plan.reads[0])[0]
         out = torch.zeros_like(query)
         for chunk in plan.chunks:
             out[chunk.rows] = self._attend(query[chunk.rows], chunk)
@@ -139,35 +141,30 @@ class PagedAttention:
         return out[0].transpose(0, 1)
 
     def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """One product: averages [rows, heads, head_dim], and sums [rows, heads, 1]."""
-        contexts, length = read.slots.shape
-        kv_heads, head_dim = self.keys.shape[1:]
-        slots, shape = read.slots.flatten(), (contexts, length, kv_heads, head_dim)
-        keys = torch.index_select(self.keys, 0, slots, out=read.keys)
-        values = torch.index_select(self.values, 0, slots, out=read.values)
-        keys, values = (x.view(shape).transpose(1, 2) for x in (keys, values))
-        rows = query.index_select(0, read.rows)
-        by_head = rows.view(contexts, -1, kv_heads, rows.shape[1] // kv_heads, head_dim)
-        asked = by_head.transpose(1, 2).flatten(2, 3)
-        found = attend(asked, keys, values, read.bias)
-        readers, heads = by_head.shape[1], by_head.shape[2:4]
-        out, log_sum = (
-            x.view(contexts, kv_heads, readers, heads[1], -1).transpose(1, 2)
+        """Averages [rows, heads, head_dim] and sums [rows, heads, 1] of one product."""
+        torch.index_select(self.keys, 0, read.slots, out=read.keys.flatten(0, 1))
+        torch.index_select(self.values, 0, read.slots, out=read.values.flatten(0, 1))
+        keys, values = read.keys.transpose(1, 2), read.values.transpose(1, 2)
+        contexts, kv_heads = keys.shape[:2]
+        readers, group = len(query) // contexts, query.shape[1] // kv_heads
+        by_head = query.view(contexts, readers, kv_heads, group, -1).transpose(1, 2)
+        found = attend(by_head.flatten(2, 3), keys, values, read.bias)
+        out, sums = (
+            x.view(contexts, kv_heads, readers, group, -1).transpose(1, 2)
             for x in found
         )
-        return out.reshape(rows.shape), log_sum.reshape(*rows.shape[:2], 1)
+        return out.reshape(query.shape), sums.reshape(*query.shape[:2], 1)
 
     def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
         """Average the averages of a token's reads, each weighed by its sum."""
         sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
         for read in reads:
-            rows, (part, part_sum) = read.rows, self._read(query, read)
-            if len(reads) > 1:
-                known, known_sum = out.index_select(0, rows), sums.index_select(0, rows)
-                share = torch.sigmoid(part_sum - known_sum)
-                part = torch.lerp(known.float(), part.float(), share)
-                sums.index_copy_(0, rows, torch.logaddexp(known_sum, part_sum))
-            out.index_copy_(0, rows, part.to(out.dtype))
+            part, part_sum = self._read(query[read.rows], read)
+            known, known_sum = out[read.rows].float(), sums[read.rows]
+            share = torch.sigmoid(part_sum - known_sum)
+            whole = torch.lerp(known, part.float(), share).to(out.dtype)
+            out.index_copy_(0, read.rows, whole)
+            sums.index_copy_(0, read.rows, torch.logaddexp(known_sum, part_sum))
 
 
 MIN_SAVED = 256  # tokens: a product of its own costs about as much as reading so many
@@ -235,7 +232,7 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
             last.append(i)
         else:
             groups.append([i])
-    return groups
+    return [sorted(group) for group in groups]
 
 
 def _read_of(
@@ -249,9 +246,9 @@ def _read_of(
         over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
         bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(memory.device)
         contexts = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
-    shape = (len(lengths) * longest, *memory.shape[1:])
+    shape = (len(lengths), longest, *memory.shape[1:])
     keys, values = memory.new_empty(shape), memory.new_empty(shape)
-    return Read(rows, torch.stack(list(contexts)), bias, keys, values)
+    return Read(rows, torch.cat(list(contexts)), bias, keys, values)
 
 
 def attend(

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (fde29138): edit the chapter.
+# Exported from chapters/05_model.py (f1b463b4): edit the chapter.
 """Linear layers, joined and laid out for the processor."""
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Product(nn.Module):
+class Product:
     """Linear layers that read the same input; their outputs side by side.
 
     The layers keep the names of the checkpoint. `pack` takes their weights from them.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
-        super().__init__()
-        self.layers = layers  # a tuple, of which torch takes no notice
+        self.layers = layers
         self.multiply: Callable[[Tensor], Tensor] = self._one_by_one
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """All outputs [tokens, sum of the layers' outputs]."""
         return self.multiply(x)
 
@@ -49,9 +48,9 @@ def fastest_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
     """x -> x times weight, plus bias: packed by oneDNN where it can do that."""
     if not can_pack(weight):
         return partial(F.linear, weight=weight, bias=bias)
-    ops = torch.ops.mkldnn
-    packed = ops._reorder_linear_weight(weight)
-    return lambda x: ops._linear_pointwise(x, packed, bias, "none", [], "")
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, bias, "none", [], "")
 
 
 def can_pack(weight: Tensor) -> bool:

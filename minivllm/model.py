@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (33a0f75e): edit the chapter.
+# Exported from chapters/05_model.py (0aa74d6e): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -78,10 +78,15 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return plain * (blend + (1 - blend) / factor)
 
 
+def rotation(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies by: angles [..., dim / 2] -> two of [..., dim]."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of x [tokens, heads, dim]; cos and sin are [tokens, 1, dim]."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    """Turn pairs of numbers of x [tokens, heads, dim]: each half with the other."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class RMSNorm(nn.Module):
@@ -114,24 +119,25 @@ class Attention(nn.Module):
         self.qkv = Product(self.q_proj, self.k_proj, self.v_proj)
         self.output = Product(self.o_proj)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.heads = (config.num_heads, config.num_kv_heads)
 
     def forward(
         self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
-        query, key, value = by_head.split(self.heads, dim=1)
-        query = rotate(self.q_norm(query), cos, sin)
-        key = rotate(self.k_norm(key), cos, sin)
+        asks, value = by_head[:, : sum(self.heads)], by_head[:, sum(self.heads) :]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
+            asks = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        asks = rotate(asks, cos, sin)
+        query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
         out = memory.forward(query, key, value, plan)
-        return cast(Tensor, self.output(out.view(len(x), -1)))
+        return self.output(out.view(len(x), -1))
 
 
-def _head_norm(config: ModelConfig) -> nn.Module:
-    return (
-        RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-    )
+def _head_norm(config: ModelConfig) -> RMSNorm | None:
+    return RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
 
 class MLP(nn.Module):
@@ -149,7 +155,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
         gate, up = self.gate_and_up(x).chunk(2, dim=-1)
-        return cast(Tensor, self.down(F.silu(gate) * up))
+        return self.down(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -192,15 +198,15 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
         x = self.embed_tokens(token_ids)
-        angles = plan.positions[:, None] * self.frequencies.to(x.device)
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = plan.positions[:, None, None] * self.frequencies.to(x.device)
+        cos, sin = (turn.to(x.dtype) for turn in rotation(angles))
         for layer, layer_memory in zip(self.layers, memory, strict=True):
             x = layer(x, layer_memory, plan, cos, sin)
-        return cast(Tensor, self.head(self.norm(x[rows])).float())
+        return self.head(self.norm(x[rows])).float()
 
     def pack(self) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""
         for module in self.modules():
-            if isinstance(module, Product):
-                module.pack()
+            for part in vars(module).values():
+                if isinstance(part, Product):
+                    part.pack()
