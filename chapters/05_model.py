@@ -620,7 +620,8 @@ def attend(
     scores = query.float() @ keys.float().transpose(-1, -2) / math.sqrt(query.shape[-1])
     scores = scores if bias is None else scores + bias
     log_sum = scores.logsumexp(-1, keepdim=True)
-    return (scores - log_sum).exp() @ values.float(), log_sum
+    out = (scores - log_sum).exp() @ values.float()
+    return out.to(query.dtype), log_sum
 
 
 def has_fused_attention(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (ae6de328): edit the chapter.
+# Exported from chapters/05_model.py (6fd4b773): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
@@ -265,7 +265,8 @@ def attend(
     scores = query.float() @ keys.float().transpose(-1, -2) / math.sqrt(query.shape[-1])
     scores = scores if bias is None else scores + bias
     log_sum = scores.logsumexp(-1, keepdim=True)
-    return (scores - log_sum).exp() @ values.float(), log_sum
+    out = (scores - log_sum).exp() @ values.float()
+    return out.to(query.dtype), log_sum
 
 
 def has_fused_attention(device: torch.device) -> bool:
