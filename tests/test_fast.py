@@ -112,7 +112,7 @@ def test_a_shared_prefix_is_read_once():
 
 
 def test_equal_tables_keep_a_token_apart():
-    """Two full hits of one prompt share all but the last page: each has its own part."""
+    """Two full hits of one prompt share all but the last page: that is read twice."""
     chunks = [decode(range(20), 320), decode(range(20), 320)]
     plan = check(chunks, 16, 1, torch.float32)
     assert [len(read.slots) for read in plan.reads] == [19 * 16, 2 * 16]
