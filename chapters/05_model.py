@@ -156,7 +156,8 @@ for position in range(chunk.start, chunk.end):  # change me
 # go on as always.
 #
 # The plan of a batch (which slots to write, which to read, which mask) is the same for
-# all layers, so it is made once a step, and used by every layer.
+# all layers, so it is made once a step, and used by every layer. (`Read` is for later: the
+# plain way asks chunk by chunk, and the fast one, at the end of this part, must agree with it.)
 
 # %% export="attention.py"
 """Attention that reads keys and values through page tables."""
@@ -515,9 +516,20 @@ for name, rows, wanted in [
 # both kinds, can store states at block boundaries, and then cuts prompts there.
 
 # %% [markdown]
-# ## Read together
+# ## Read together, and once
 #
-# TODO prose
+# A chunk at a time is right, and slow. Sixteen requests that decode are sixteen chunks of one
+# token: in each layer sixteen small products, one after the other. And if they all begin with
+# the same 480 tokens, the same pages are fetched sixteen times.
+#
+# Single tokens can be asked together. Their queries are stacked, the contexts gathered side by
+# side, and one product answers all. A context that is shorter is filled up, with a bias of −∞ over
+# the filling; where that would read too much, the tokens are split into several reads.
+#
+# Shared pages are in the tables: equal page numbers, from the first page on. So the tables of a
+# batch form a radix tree, as prompts did in chapter 3, and each of its edges is a run of pages that
+# several requests read. It is gathered once, and the queries of all these requests meet it in
+# one product. An edge that saves less than a product costs is left to those below it.
 
 # %% export="attention.py"
 MIN_SAVED = 256  # tokens: a product of its own costs about as much as reading so many
@@ -605,6 +617,14 @@ def _read_of(
     return Read(rows, torch.cat(list(contexts)), bias, keys, values)
 
 
+# %% [markdown]
+# A token now gets several averages, one of the shared run and one of what is its own, and needs a
+# single one. Softmax divides by a sum of weights. Who knows both sums can put two averages together:
+# each counts by its share of the whole sum. Sums of exponentials overflow, so their
+# logarithms are kept. PyTorch's fused kernel for CPUs returns this logarithm beside the average;
+# elsewhere it is three lines.
+
+
 # %% export="attention.py"
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
@@ -627,6 +647,22 @@ def attend(
 def has_fused_attention(device: torch.device) -> bool:
     """PyTorch tells these sums for a CPU only: elsewhere `attend` adds them up."""
     return device.type == "cpu"
+
+
+# %% [markdown]
+# Two halves of one context, put together, against the whole:
+
+# %% name="halves"
+torch.manual_seed(0)
+asked, keys, values = torch.randn(1, 2, 1, 8), *torch.randn(2, 1, 2, 11, 8)
+whole, _ = attend(asked, keys, values, None)
+(one, one_sum), (two, two_sum) = (
+    attend(asked, keys[:, :, part], values[:, :, part], None)
+    for part in (slice(0, 7), slice(7, 11))
+)
+share = torch.sigmoid(two_sum - one_sum)  # e^two / (e^one + e^two)
+print("one average of two:", verdict(torch.lerp(one, two, share), whole))
+print("the mean of the two:", verdict((one + two) / 2, whole))
 
 
 # %% export="attention.py"
@@ -659,9 +695,34 @@ class PagedAttention(PagedAttention):
 
 
 # %% [markdown]
-# ## Products of one input
+# Sixteen requests of 494 tokens that share 480, asked both ways:
+
+# %% name="once"
+layer = PagedAttention(*(torch.randn(48 * 16, kv_heads, head_dim) for _ in range(2)))
+alike = [
+    Chunk(str(i), encode_ids([0]), 493, [*range(30), 30 + i], 30, True)
+    for i in range(16)
+]
+plan = plan_batch(alike, 16, scratch_page=47, device=cpu)
+together = read_together(plan, 16, layer.keys)
+q, k, v = (torch.randn(16, n, head_dim) for n in (heads, kv_heads, kv_heads))
+rows = [layer.forward(q, k, v, each) for each in (plan, together)]
+print("slots, chunk by chunk:", f"{sum(len(c.context) for c in plan.chunks):,}")
+print("slots, together:      ", [len(read.slots) for read in together.reads])
+print("the same rows:        ", verdict(*rows))
+
+# %% [markdown]
+# [7,904](#once) slots become [480](#once) and [224](#once). A prefix cache is said to save
+# prefill. It saves part of every decode step as well, for those who decode at the same time, and
+# nobody has to arrange it: the page tables are there.
 #
-# TODO
+# ## One product for several layers
+#
+# The decoder's weights are read from memory in every step, and with few tokens in the batch that
+# reading is the step's time. Query, key and value are three layers of one input, as are gate
+# and up: three passes over small matrices, or one over a larger one. And oneDNN, PyTorch's
+# library for CPUs, reads weights faster that lie in the blocks of its own kernels. So a `Product`
+# begins as its layers, one by one, under the names of the checkpoint. `pack` joins their weights.
 
 # %% export="linear.py"
 """Linear layers, joined and laid out for the processor."""
@@ -690,6 +751,12 @@ class Product:
 
     def _one_by_one(self, x: Tensor) -> Tensor:
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+# %% [markdown]
+# Packed weights can only be multiplied by, and the plain ones would be a second copy. They are given
+# up, layer by layer, so that both are never there at once. Where oneDNN cannot pack, on another
+# device or with another format of numbers, the joined weight is multiplied as it is.
 
 
 # %% export="linear.py"
@@ -904,8 +971,8 @@ draw_rows(
 # %% [markdown]
 # ### A layer
 #
-# The one normalisation that all three families use, in 32 bit whatever the weights are:
-# squaring 16-bit numbers loses too much.
+# The one normalisation that all three families use. PyTorch has it, and computes it in 32 bit
+# whatever the weights are: squaring 16-bit numbers loses too much.
 
 
 # %% export="model.py"
@@ -1095,6 +1162,11 @@ class Decoder(nn.Module):
         for layer, layer_memory in zip(self.layers, memory, strict=True):
             x = layer(x, layer_memory, plan, cos, sin)
         return self.head(self.norm(x[rows])).float()
+
+
+# %% [markdown]
+# Packing is asked for by whoever is going to run the model. A head that is tied to the embedding
+# costs a copy, for the embedding must stay readable: 113 of SmolLM2's 538 MB in float32.
 
 
 # %% export="model.py"
@@ -1305,6 +1377,56 @@ draw_rows(
 # and a chunk of 9 tokens is multiplied by other kernels than one of 40. Nobody promises
 # equal bits, and the tests of this book do not ask for them.
 #
+# ## Where a step's time goes
+#
+# A step that decodes reads all weights and all contexts once, and computes little. The record below
+# was made by `minivllm bench engine` with SmolLM2 on two cores: steps of 1, 8 and 16
+# requests, each with some 500 tokens of context.
+
+# %% tags=["hide-input"]
+import json
+from pathlib import Path
+
+engine_record = json.loads(Path("../figures/measured/engine.json").read_text("utf-8"))
+parts_shown = {"products": "published", "head": "pinned", "attention": "private"}
+rows = []
+for found in engine_record["breakdowns"]:
+    start, cells = 0.0, []
+    for part, seconds in found["parts"].items():
+        if part in parts_shown:
+            cells.append((start, 1e3 * seconds, parts_shown[part], part))
+            start += 1e3 * seconds
+    whole = 1e3 * sum(found["parts"].values())
+    cells.append((start, whole - start, "plain", "rest"))
+    rows.append((f"{found['dtype']}, {found['num_requests']}: {whole:.0f} ms", cells))
+draw_rows(
+    rows,
+    caption="Where a decode step goes: the products of the layers, the head, attention with "
+    "its gathering, and all the rest (norms, rotation, sampling, scheduling, Python).",
+)
+
+# %% name="shares"
+for found in engine_record["breakdowns"]:
+    parts = found["parts"]
+    whole = sum(parts.values())
+    kind = f"{found['dtype']:8}, {found['num_requests']:2} requests:"
+    shares = {n: f"{parts[n] / whole:.0%}" for n in ("products", "attention")}
+    print(
+        kind, shares, f"scheduling, cache: {parts['scheduling and cache'] / whole:.1%}"
+    )
+for row in engine_record["rows"]:
+    if row["load"] == "shared prefix":
+        print(
+            f"{row['dtype']:8}, shared prefix: {row['ratio']['median']:.2f} times as fast"
+        )
+
+# %% [markdown]
+# Sixteen requests do not take sixteen times as long as one, for the weights are read once for
+# all. That is why an engine batches. Contexts are nobody's but their owner's, and grow
+# with the batch: at sixteen attention has become a large part. Unless they begin alike. With 480
+# of 494 tokens in common the same step is faster by the factor in the last lines. What the scheduler and
+# the cache of chapters 3 to 7 cost in Python is the small share in the last column.
+#
 # ## The token that is computed twice
 #
 # Now the scratch page. Both pages of a 32-token prompt are cached, and the last token, position 31,
@@ -1395,9 +1517,9 @@ for name, logits in faults.items():
 #
 # ## What still goes wrong
 #
-# `_attend` copies the context of every chunk, one chunk after the other. For short prompts on a CPU
-# that is fine; with 64 requests of 8,000 tokens it copies half a million keys in every layer, to read
-# each of them once. Chapter 17 writes a kernel that reads through the table without a copy.
+# Every context is still copied before it is read, and prompts are read chunk by chunk, shared or
+# not. On a CPU the copy costs about as much as the attention. Chapter 17 writes a kernel that reads
+# through the table without a copy.
 #
 # Sooner than that, the weights were random. Real ones come in files, with several conventions for the
 # same tensor, and somebody must turn text into ids and back. Chapter 6.

@@ -81,10 +81,16 @@ def test_the_jobs_are_spread_evenly():
     assert sorted(answers) != list(answers)
 
 
+def run_main(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as end:
+        main([*arguments])
+    return end.value.code
+
+
 def test_the_command(capsys, tmp_path):
     path = tmp_path / "engine.json"
     given = ["--model", str(tiny(MODEL).folder), "--device", "cpu", "--quick"]
-    code = main(["bench", "engine", *given, "--json", "--record", str(path)])
+    code = run_main("bench", "engine", *given, "--json", "--record", str(path))
     out, err = capsys.readouterr()
     record = json.loads(out)
     assert code == 0 and json.loads(path.read_text("utf-8")) == record
@@ -109,6 +115,6 @@ def test_the_command(capsys, tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(capsys, arguments, named):
-    assert main(["bench", "engine", *arguments]) == 2
+    assert run_main("bench", "engine", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and named in err and len(err.strip().splitlines()) == 1
