@@ -156,13 +156,15 @@ for position in range(chunk.start, chunk.end):  # change me
 # go on as always.
 #
 # The plan of a batch (which slots to write, which to read, which mask) is the same for
-# all layers, so it is made once a step, and used by every layer.
+# all layers, so it is made once a step, and used by every layer. (`Read` is for later: the
+# plain way asks chunk by chunk, and the fast one, at the end of this part, must agree with it.)
 
 # %% export="attention.py"
 """Attention that reads keys and values through page tables."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -176,25 +178,45 @@ class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
     `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context]. `mask` [new, context] is None for a single token, and for a chunk that
-    begins its prompt: there the first token sees one, the second two, and so on.
+    [context], in `pages`. `mask` [new, context] is None for a single token, and for a
+    chunk that begins its prompt: there the first sees one, the second two, and so on.
     """
 
     rows: slice
+    pages: Sequence[int]
     context: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Read:
+    """Single tokens that attend in one product: equally many to each context.
+
+    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts * length] are
+    what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
+    context has ended, or None. `keys` and `values` [contexts, length, kv_heads,
+    head_dim] are where every layer puts them side by side: memory is asked for once.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    bias: Tensor | None
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
 class Plan:
     """What every layer of a forward pass needs to know about the batch.
 
-    `positions` and `write_slots` have one entry for each new token.
+    `positions` and `write_slots` have one entry for each new token. `reads` are for
+    those single tokens that are read together, and have no entry in `chunks`.
     """
 
     positions: Tensor
     write_slots: Tensor
     chunks: Sequence[ChunkPlan]
+    reads: Sequence[Read] = ()
 
 
 # %% [markdown]
@@ -219,7 +241,8 @@ def plan_batch(
         write_slots += _write_slots(chunk, page_size, scratch_page)
         rows = slice(first, len(positions))
         context = _context_slots(chunk, page_size, device)
-        plans.append(ChunkPlan(rows, context, _causal_mask(chunk, device)))
+        mask = _causal_mask(chunk, device)
+        plans.append(ChunkPlan(rows, chunk.pages, context, mask))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
 
 
@@ -318,9 +341,14 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
-        return torch.cat(
-            [self._attend(query[chunk.rows], chunk) for chunk in plan.chunks]
-        )
+        if len(plan.reads) == 1 and not plan.chunks:
+            return self._read(query, plan.reads[0])[0]
+        out = torch.zeros_like(query)
+        for chunk in plan.chunks:
+            out[chunk.rows] = self._attend(query[chunk.rows], chunk)
+        if plan.reads:
+            self._read_all(query, plan.reads, out)
+        return out
 
 
 # %% [markdown]
@@ -486,7 +514,291 @@ for name, rows, wanted in [
 # over the batch. So the freedom that chapter 9 will use, to promise a page to others before it is
 # written, holds for attention layers and for no recurrent one. vLLM, which also runs models that mix
 # both kinds, can store states at block boundaries, and then cuts prompts there.
+
+# %% [markdown]
+# ## Read together, and once
 #
+# A chunk at a time is right, and slow. Sixteen requests that decode are sixteen chunks of one
+# token: in each layer sixteen small products, one after the other. And if they all begin with
+# the same 480 tokens, the same pages are fetched sixteen times.
+#
+# Single tokens can be asked together. Their queries are stacked, the contexts gathered side by
+# side, and one product answers all. A context that is shorter is filled up, with a bias of −∞ over
+# the filling; where that would read too much, the tokens are split into several reads.
+#
+# Shared pages are in the tables: equal page numbers, from the first page on. So the tables of a
+# batch form a radix tree, as prompts did in chapter 3, and each of its edges is a run of pages that
+# several requests read. It is gathered once, and the queries of all these requests meet it in
+# one product. An edge that saves less than a product costs is left to those below it.
+
+# %% export="attention.py"
+MIN_SAVED = 256  # tokens: a product of its own costs about as much as reading so many
+
+
+def shared_runs(
+    tables: Sequence[tuple[int, ...]], page_size: int
+) -> list[tuple[list[int], int, int]]:
+    """Runs of pages that several tables share behind equal beginnings.
+
+    A run is (which tables, first page, end): an edge of the radix tree of the tables.
+    An edge that would save too little stays a part of those below it.
+    """
+    runs, todo = [], [(list(range(len(tables))), 0)]
+    while todo:
+        members, start = todo.pop()
+        some = [tables[i] for i in members]
+        end = _common(min(some), max(some))  # in order: all others lie between
+        if (len(members) - 1) * (end - start) * page_size >= MIN_SAVED:
+            runs.append((members, start, end))
+            start = end
+        heirs: dict[int, list[int]] = {}
+        for i in members:
+            if len(tables[i]) > end:
+                heirs.setdefault(tables[i][end], []).append(i)
+        todo += [(heir, start) for heir in heirs.values() if len(heir) > 1]
+    return runs
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many pages two tables have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+# %% export="attention.py"
+def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
+    """The same plan, with its single tokens in few products, and shared pages once.
+
+    `memory` is that of any layer's keys, for its shape and its numbers' format.
+    """
+    singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
+    if not singles:
+        return plan
+    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
+    starts, reads = [0] * len(singles), []
+    for members, start, end in shared_runs(tables, page_size):
+        run = singles[members[0]].context[start * page_size : end * page_size]
+        reads.append(_read_of([singles[i] for i in members], [run], memory))
+        for i in members:
+            starts[i] = end * page_size
+    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
+    for members in _alike([len(context) for context in own]):
+        contexts = [own[i] for i in members]
+        reads.append(_read_of([singles[i] for i in members], contexts, memory))
+    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
+    return replace(plan, chunks=others, reads=reads)
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of places with lengths so much alike that padding them costs little."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        last = groups[-1] if groups else []
+        if last and (lengths[i] - lengths[last[-1]]) * len(last) <= MIN_SAVED:
+            last.append(i)
+        else:
+            groups.append([i])
+    return [sorted(group) for group in groups]
+
+
+def _read_of(
+    readers: Sequence[ChunkPlan], contexts: Sequence[Tensor], memory: Tensor
+) -> Read:
+    """One product for these contexts; each is filled up with its last slot."""
+    lengths = [len(context) for context in contexts]
+    rows = _longs([chunk.rows.start for chunk in readers], memory.device)
+    longest, bias = max(lengths), None
+    if min(lengths) < longest:
+        over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
+        bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(memory.device)
+        contexts = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
+    shape = (len(lengths), longest, *memory.shape[1:])
+    keys, values = memory.new_empty(shape), memory.new_empty(shape)
+    return Read(rows, torch.cat(list(contexts)), bias, keys, values)
+
+
+# %% [markdown]
+# A token now gets several averages, one of the shared run and one of what is its own, and needs a
+# single one. Softmax divides by a sum of weights. Who knows both sums can put two averages together:
+# each counts by its share of the whole sum. Sums of exponentials overflow, so their
+# logarithms are kept. PyTorch's fused kernel for CPUs returns this logarithm beside the average;
+# elsewhere it is three lines.
+
+
+# %% export="attention.py"
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weighted averages of the values, and the logarithm of the sums of the weights.
+
+    All are [contexts, kv_heads, tokens, head_dim]; the sums are [..., queries, 1].
+    """
+    if has_fused_attention(query.device):
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum = fused(query, keys, values, attn_mask=bias)
+        return out, log_sum[..., None]
+    scores = query.float() @ keys.float().transpose(-1, -2) / math.sqrt(query.shape[-1])
+    scores = scores if bias is None else scores + bias
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    out = (scores - log_sum).exp() @ values.float()
+    return out.to(query.dtype), log_sum
+
+
+def has_fused_attention(device: torch.device) -> bool:
+    """PyTorch tells these sums for a CPU only: elsewhere `attend` adds them up."""
+    return device.type == "cpu"
+
+
+# %% [markdown]
+# Two halves of one context, put together, against the whole:
+
+# %% name="halves"
+torch.manual_seed(0)
+asked, keys, values = torch.randn(1, 2, 1, 8), *torch.randn(2, 1, 2, 11, 8)
+whole, _ = attend(asked, keys, values, None)
+(one, one_sum), (two, two_sum) = (
+    attend(asked, keys[:, :, part], values[:, :, part], None)
+    for part in (slice(0, 7), slice(7, 11))
+)
+share = torch.sigmoid(two_sum - one_sum)  # e^two / (e^one + e^two)
+print("one average of two:", verdict(torch.lerp(one, two, share), whole))
+print("the mean of the two:", verdict((one + two) / 2, whole))
+
+
+# %% export="attention.py"
+class PagedAttention(PagedAttention):
+    def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        """Averages [rows, heads, head_dim] and sums [rows, heads, 1] of one product."""
+        torch.index_select(self.keys, 0, read.slots, out=read.keys.flatten(0, 1))
+        torch.index_select(self.values, 0, read.slots, out=read.values.flatten(0, 1))
+        keys, values = read.keys.transpose(1, 2), read.values.transpose(1, 2)
+        contexts, kv_heads = keys.shape[:2]
+        readers, group = len(query) // contexts, query.shape[1] // kv_heads
+        by_head = query.view(contexts, readers, kv_heads, group, -1).transpose(1, 2)
+        found = attend(by_head.flatten(2, 3), keys, values, read.bias)
+        out, sums = (
+            x.view(contexts, kv_heads, readers, group, -1).transpose(1, 2)
+            for x in found
+        )
+        return out.reshape(query.shape), sums.reshape(*query.shape[:2], 1)
+
+    def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
+        """Average the averages of a token's reads, each weighed by its sum."""
+        sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
+        for read in reads:
+            part, part_sum = self._read(query[read.rows], read)
+            known, known_sum = out[read.rows].float(), sums[read.rows]
+            share = torch.sigmoid(part_sum - known_sum)
+            whole = torch.lerp(known, part.float(), share).to(out.dtype)
+            out.index_copy_(0, read.rows, whole)
+            sums.index_copy_(0, read.rows, torch.logaddexp(known_sum, part_sum))
+
+
+# %% [markdown]
+# Sixteen requests of 494 tokens that share 480, asked both ways:
+
+# %% name="once"
+layer = PagedAttention(*(torch.randn(48 * 16, kv_heads, head_dim) for _ in range(2)))
+alike = [
+    Chunk(str(i), encode_ids([0]), 493, [*range(30), 30 + i], 30, True)
+    for i in range(16)
+]
+plan = plan_batch(alike, 16, scratch_page=47, device=cpu)
+together = read_together(plan, 16, layer.keys)
+q, k, v = (torch.randn(16, n, head_dim) for n in (heads, kv_heads, kv_heads))
+rows = [layer.forward(q, k, v, each) for each in (plan, together)]
+print("slots, chunk by chunk:", f"{sum(len(c.context) for c in plan.chunks):,}")
+print("slots, together:      ", [len(read.slots) for read in together.reads])
+print("the same rows:        ", verdict(*rows))
+
+# %% [markdown]
+# [7,904](#once) slots become [480](#once) and [224](#once). A prefix cache is said to save
+# prefill. It saves part of every decode step as well, for those who decode at the same time, and
+# nobody has to arrange it: the page tables are there.
+#
+# ## One product for several layers
+#
+# The decoder's weights are read from memory in every step, and with few tokens in the batch that
+# reading is the step's time. Query, key and value are three layers of one input, as are gate
+# and up: three passes over small matrices, or one over a larger one. And oneDNN, PyTorch's
+# library for CPUs, reads weights faster that lie in the blocks of its own kernels. So a `Product`
+# begins as its layers, one by one, under the names of the checkpoint. `pack` joins their weights.
+
+# %% export="linear.py"
+"""Linear layers, joined and laid out for the processor."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Product:
+    """Linear layers that read the same input; their outputs side by side.
+
+    The layers keep the names of the checkpoint. `pack` takes their weights from them.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        self.layers = layers
+        self.multiply: Callable[[Tensor], Tensor] = self._one_by_one
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """All outputs [tokens, sum of the layers' outputs]."""
+        return self.multiply(x)
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+# %% [markdown]
+# Packed weights can only be multiplied by, and the plain ones would be a second copy. They are given
+# up, layer by layer, so that both are never there at once. Where oneDNN cannot pack, on another
+# device or with another format of numbers, the joined weight is multiplied as it is.
+
+
+# %% export="linear.py"
+class Product(Product):
+    def pack(self) -> None:
+        """Join the layers' weights, and give up the plain ones; once is enough."""
+        if self.layers[0].weight is None:
+            return
+        weight = _joined([layer.weight for layer in self.layers])
+        biases = [layer.bias for layer in self.layers if layer.bias is not None]
+        self.multiply = fastest_product(weight, _joined(biases) if biases else None)
+        for layer in self.layers:
+            layer.weight = layer.bias = None  # type: ignore[assignment]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of all rows; a single one as it is, for others may use it too."""
+    return torch.cat(list(parts)).detach() if len(parts) > 1 else parts[0].detach()
+
+
+def fastest_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x -> x times weight, plus bias: packed by oneDNN where it can do that."""
+    if not can_pack(weight):
+        return partial(F.linear, weight=weight, bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, bias, "none", [], "")
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN is there, and fast with such numbers on this processor."""
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    ops = torch.ops.mkldnn
+    if weight.dtype == torch.bfloat16:
+        return bool(ops._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(ops._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
+
+
+# %% [markdown]
 # ## The decoder
 #
 # The rest is an ordinary decoder, on flat tokens. Its shape is a small frozen record. The
@@ -510,6 +822,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.attention import PagedAttention, Plan
+from minivllm.linear import Product
 
 
 @dataclass(frozen=True)
@@ -590,10 +903,15 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return plain * (blend + (1 - blend) / factor)
 
 
+def rotation(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies by: angles [..., dim / 2] -> two of [..., dim]."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of x [tokens, heads, dim]; cos and sin are [tokens, 1, dim]."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    """Turn pairs of numbers of x [tokens, heads, dim]: each half with the other."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 # %% [markdown]
@@ -607,8 +925,7 @@ query, key = torch.randn(2, 1, 1, 8)
 
 
 def at(x: torch.Tensor, position: int) -> torch.Tensor:
-    angles = torch.cat([position * frequencies] * 2)
-    return rotate(x, angles.cos(), angles.sin()).flatten()
+    return rotate(x, *rotation(position * frequencies)).flatten()
 
 
 scores = [at(query, m) @ at(key, n) for m, n in [(5, 3), (105, 103), (5, 4)]]
@@ -654,8 +971,8 @@ draw_rows(
 # %% [markdown]
 # ### A layer
 #
-# The one normalisation that all three families use, in 32 bit whatever the weights are:
-# squaring 16-bit numbers loses too much.
+# The one normalisation that all three families use. PyTorch has it, and computes it in 32 bit
+# whatever the weights are: squaring 16-bit numbers loses too much.
 
 
 # %% export="model.py"
@@ -669,9 +986,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 # %% [markdown]
@@ -694,26 +1009,28 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.o_proj = nn.Linear(wide, hidden, bias=False)
+        self.qkv = Product(self.q_proj, self.k_proj, self.v_proj)
+        self.output = Product(self.o_proj)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+        self.heads = (config.num_heads, config.num_kv_heads)
 
     def forward(
         self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
-        query, key, value = (
-            proj(x).view(len(x), -1, self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query = rotate(self.q_norm(query), cos, sin)
-        key = rotate(self.k_norm(key), cos, sin)
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        asks, value = by_head[:, : sum(self.heads)], by_head[:, sum(self.heads) :]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
+            asks = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        asks = rotate(asks, cos, sin)
+        query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
         out = memory.forward(query, key, value, plan)
-        return cast(Tensor, self.o_proj(out.reshape(len(x), -1)))
+        return self.output(out.view(len(x), -1))
 
 
-def _head_norm(config: ModelConfig) -> nn.Module:
-    return (
-        RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-    )
+def _head_norm(config: ModelConfig) -> RMSNorm | None:
+    return RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
 
 # %% [markdown]
@@ -731,10 +1048,13 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, wide, bias=False)
         self.up_proj = nn.Linear(hidden, wide, bias=False)
         self.down_proj = nn.Linear(wide, hidden, bias=False)
+        self.gate_and_up = Product(self.gate_proj, self.up_proj)
+        self.down = Product(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        gate, up = self.gate_and_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -765,7 +1085,7 @@ layer = model.layers[0]
 attention = layer.self_attn
 entering = model.embed_tokens(torch.tensor(list(step.token_ids)))
 x = layer.input_layernorm(entering)
-query, key = (proj(x).view(-1, 8) for proj in (attention.q_proj, attention.k_proj))
+query, key, _ = attention.qkv(x).view(-1, 8).split((*attention.heads, 2))
 print(f"enters with {entering.shape[1]} numbers")
 print(f"asks with {len(query)} heads, stores {len(key)} keys and as many values")
 print(f"writes slot {int(plan.write_slots)}, reads {len(plan.chunks[0].context)} slots")
@@ -825,6 +1145,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Product(self.lm_head)
         self.frequencies = rope_frequencies(config)  # never a parameter, never 16 bit
 
     def forward(
@@ -836,12 +1157,26 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
         x = self.embed_tokens(token_ids)
-        angles = plan.positions[:, None] * self.frequencies.to(x.device)
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = plan.positions[:, None, None] * self.frequencies.to(x.device)
+        cos, sin = (turn.to(x.dtype) for turn in rotation(angles))
         for layer, layer_memory in zip(self.layers, memory, strict=True):
             x = layer(x, layer_memory, plan, cos, sin)
-        return cast(Tensor, self.lm_head(self.norm(x[rows])).float())
+        return self.head(self.norm(x[rows])).float()
+
+
+# %% [markdown]
+# Packing is asked for by whoever is going to run the model. A head that is tied to the embedding
+# costs a copy, for the embedding must stay readable: 113 of SmolLM2's 538 MB in float32.
+
+
+# %% export="model.py"
+class Decoder(Decoder):
+    def pack(self) -> None:
+        """Lay all weights of products out for speed; the plain ones are given up."""
+        for module in self.modules():
+            for part in vars(module).values():
+                if isinstance(part, Product):
+                    part.pack()
 
 
 # %% [markdown]
@@ -863,7 +1198,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from minivllm.attention import PagedAttention, plan_batch
+from minivllm.attention import PagedAttention, plan_batch, read_together
 from minivllm.batch import Chunk
 from minivllm.model import Decoder
 
@@ -872,8 +1207,9 @@ Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> i
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     """Choose the token with the largest logit; -1 where the logits are not numbers."""
-    best = logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
-    return cast(list[int], best.tolist())
+    best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
+    best = best.masked_fill(logits.gather(-1, best).isnan(), -1)
+    return cast(list[int], best[:, 0].tolist())
 
 
 class ModelRunner:
@@ -882,6 +1218,7 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, num_pages: int, page_size: int, sampler: Sampler = greedy
     ) -> None:
+        model.pack()
         self.model = model
         self.page_size = page_size
         self.scratch_page = num_pages
@@ -930,6 +1267,7 @@ class ModelRunner(ModelRunner):
             if chunk.samples
         ]
         rows = torch.tensor(ends, dtype=torch.long).to(self.device)
+        plan = read_together(plan, self.page_size, self.memory[0].keys)
         return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
 
 
@@ -1039,6 +1377,56 @@ draw_rows(
 # and a chunk of 9 tokens is multiplied by other kernels than one of 40. Nobody promises
 # equal bits, and the tests of this book do not ask for them.
 #
+# ## Where a step's time goes
+#
+# A step that decodes reads all weights and all contexts once, and computes little. The record below
+# was made by `minivllm bench engine` with SmolLM2 on two cores: steps of 1, 8 and 16
+# requests, each with some 500 tokens of context.
+
+# %% tags=["hide-input"]
+import json
+from pathlib import Path
+
+engine_record = json.loads(Path("../figures/measured/engine.json").read_text("utf-8"))
+parts_shown = {"products": "published", "head": "pinned", "attention": "private"}
+rows = []
+for found in engine_record["breakdowns"]:
+    start, cells = 0.0, []
+    for part, seconds in found["parts"].items():
+        if part in parts_shown:
+            cells.append((start, 1e3 * seconds, parts_shown[part], part))
+            start += 1e3 * seconds
+    whole = 1e3 * sum(found["parts"].values())
+    cells.append((start, whole - start, "plain", "rest"))
+    rows.append((f"{found['dtype']}, {found['num_requests']}: {whole:.0f} ms", cells))
+draw_rows(
+    rows,
+    caption="Where a decode step goes: the products of the layers, the head, attention with "
+    "its gathering, and all the rest (norms, rotation, sampling, scheduling, Python).",
+)
+
+# %% name="shares"
+for found in engine_record["breakdowns"]:
+    parts = found["parts"]
+    whole = sum(parts.values())
+    kind = f"{found['dtype']:8}, {found['num_requests']:2} requests:"
+    shares = {n: f"{parts[n] / whole:.0%}" for n in ("products", "attention")}
+    print(
+        kind, shares, f"scheduling, cache: {parts['scheduling and cache'] / whole:.1%}"
+    )
+for row in engine_record["rows"]:
+    if row["load"] == "shared prefix":
+        print(
+            f"{row['dtype']:8}, shared prefix: {row['ratio']['median']:.2f} times as fast"
+        )
+
+# %% [markdown]
+# Sixteen requests do not take sixteen times as long as one, for the weights are read once for
+# all. That is why an engine batches. Contexts are nobody's but their owner's, and grow
+# with the batch: at sixteen attention has become a large part. Unless they begin alike. With 480
+# of 494 tokens in common the same step is faster by the factor in the last lines. What the scheduler and
+# the cache of chapters 3 to 7 cost in Python is the small share in the last column.
+#
 # ## The token that is computed twice
 #
 # Now the scratch page. Both pages of a 32-token prompt are cached, and the last token, position 31,
@@ -1129,9 +1517,9 @@ for name, logits in faults.items():
 #
 # ## What still goes wrong
 #
-# `_attend` copies the context of every chunk, one chunk after the other. For short prompts on a CPU
-# that is fine; with 64 requests of 8,000 tokens it copies half a million keys in every layer, to read
-# each of them once. Chapter 17 writes a kernel that reads through the table without a copy.
+# Every context is still copied before it is read, and prompts are read chunk by chunk, shared or
+# not. On a CPU the copy costs about as much as the attention. Chapter 17 writes a kernel that reads
+# through the table without a copy.
 #
 # Sooner than that, the weights were random. Real ones come in files, with several conventions for the
 # same tensor, and somebody must turn text into ids and back. Chapter 6.
@@ -1194,10 +1582,9 @@ document, other = tokens[:16], tokens[16:32]
 fresh.logits([Chunk("0", document, 0, [0], 0, samples=True)])
 fresh.logits([Chunk("1", other + document, 0, [1, 2], 0, samples=True)])
 
-angles = torch.cat([16 * model.frequencies] * 2)
 right = []
 for layer in fresh.memory:
-    turned = rotate(layer.keys[0:16], angles.cos(), angles.sin())
+    turned = rotate(layer.keys[0:16], *rotation(16 * model.frequencies))
     right.append(verdict(turned, layer.keys[32:48]) == "equal")
 print(right)
 

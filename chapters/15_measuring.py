@@ -1551,24 +1551,30 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
 
 
 # %% export="bench_reuse.py" tags=["hide-input"]
+def load_transformers(model: str, llm: "LLM") -> Any:
+    """The same file, format of numbers and device; an answer never ends by itself."""
+    from transformers import AutoModelForCausalLM
+
+    from minivllm.loader import find_model
+
+    path = find_model(model)
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
+    if path.is_file():
+        place["pretrained_model_name_or_path"] = str(path.parent)
+        place["gguf_file"] = path.name
+    weight = decoder_of(llm).embed_tokens.weight
+    with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=weight.dtype)
+    loaded = loaded.to(weight.device).eval()
+    loaded.generation_config.eos_token_id = None
+    return loaded
+
+
 class TransformersBatch:
     """transformers' `generate` on one static batch: all begin and end together."""
 
     def __init__(self, model: str, llm: "LLM", like: Reuse) -> None:
-        from transformers import AutoModelForCausalLM
-
-        from minivllm.loader import find_model
-
-        path = find_model(model)
-        place: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
-        if path.is_file():
-            place["pretrained_model_name_or_path"] = str(path.parent)
-            place["gguf_file"] = path.name
-        weight = decoder_of(llm).embed_tokens.weight
-        with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
-            loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=weight.dtype)
-        self.model: Any = loaded.to(weight.device).eval()
-        self.model.generation_config.eos_token_id = None
+        self.model = load_transformers(model, llm)
         self.prompt_ids, self.max_tokens = list(like.prompt_ids), like.max_tokens
 
     def run(self, case: Case) -> Outcome:
@@ -1637,6 +1643,341 @@ def record_reuse(
         "threads": torch.get_num_threads(),
         "steps": step_facts(like.steps),
     }
+
+
+# %% [markdown]
+# ## One step beside transformers
+#
+# The last experiment compares single steps. Both engines hold the same weights and contexts, and
+# take turns: one step here, one there. `decode` is a step of 1, 8 or 16 requests, `prefill` a
+# prompt of 512 tokens, `shared prefix` the same step with and without a common beginning, and
+# `mixed lengths` a whole job, on our side in one engine, on the other in one padded batch.
+
+# %% export="bench_engine.py" tags=["hide-input"]
+"""`minivllm bench engine`: steps beside transformers, and where their time goes."""
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from minivllm.bench import Trial, compare, measure
+from minivllm.bench_reuse import decoder_of, load_transformers, make_prompt, spread_of
+from minivllm.engine import Engine
+from minivllm.linear import Product
+from minivllm.options import assemble, read_options
+from minivllm.request import SamplingParams
+from minivllm.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from minivllm.llm import LLM
+
+PAGE = 16
+STEPS = 3  # of a reading: a single one still feels what was done before it
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured: requests in a step, tokens, readings of each."""
+
+    batches: tuple[int, ...] = (1, 8, 16)
+    context: int = 494
+    shared: int = 480
+    prefill: int = 512
+    repeats: int = 7
+
+    @property
+    def num_steps(self) -> int:
+        """Output tokens that leave room for all readings."""
+        return STEPS * (self.repeats + 3) + 2
+
+
+QUICK = Sizes((1, 2), context=40, shared=32, prefill=48, repeats=1)
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """Our step and another, in seconds; `ratio`: how many times as long that takes."""
+
+    dtype: str
+    load: str
+    num_requests: int
+    own_s: dict[str, Any]
+    against: str
+    other_s: dict[str, Any]
+    ratio: dict[str, Any]
+
+
+# %% export="bench_engine.py" tags=["hide-input"]
+def make_engine(llm: "LLM", num_requests: int, num_tokens: int, index: str) -> Engine:
+    """A cold engine with room for so many requests of so many tokens."""
+    options = read_options({"index": index, "page_size": PAGE, "single_flight": "none"})
+    num_pages = num_requests * -(-num_tokens // PAGE)
+    runner = ModelRunner(decoder_of(llm), num_pages, PAGE)
+    return assemble(options, num_pages, runner, llm.engine.limits)
+
+
+def submit(engine: Engine, prompt: Sequence[int], max_tokens: int) -> None:
+    """A request that ends by its length."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.submit(list(prompt), params)
+
+
+def decoding(
+    llm: "LLM", sizes: Sizes, num_requests: int, index: str = "none"
+) -> Engine:
+    """An engine in the middle: all prompts are done, each step is one token of each.
+
+    They begin alike and end differently; with an index they share what is alike.
+    """
+    num_tokens = sizes.context + sizes.num_steps
+    engine = make_engine(llm, num_requests, num_tokens, index)
+    prompt = list(make_prompt(llm, sizes.context))
+    for i in range(num_requests):
+        own = [(token + i) % llm.config.vocab_size for token in prompt[sizes.shared :]]
+        submit(engine, [*prompt[: sizes.shared], *own], sizes.num_steps)
+        engine.step()
+    while any(state.num_output == 0 for state in engine.scheduler.running):
+        engine.step()
+    return engine
+
+
+class Peer:
+    """transformers, step by step, with its own cache."""
+
+    def __init__(self, llm: "LLM", model: str, sizes: Sizes) -> None:
+        self.model, self.sizes = load_transformers(model, llm), sizes
+        self.prompt = list(make_prompt(llm, max(sizes.context, sizes.prefill)))
+        warnings.filterwarnings("ignore", "`past_key_values`", FutureWarning)
+
+    def forward(self, ids: Any, cache: Any) -> Any:
+        """One pass; the ids of the largest logits, as a tensor [requests, 1]."""
+        import torch
+
+        with torch.inference_mode():
+            out = self.model(ids, past_key_values=cache, logits_to_keep=1)
+            best = out.logits[:, -1].argmax(-1, keepdim=True)
+            best.tolist()  # waits for a GPU
+            return best
+
+    def new_cache(self) -> Any:
+        """The cache that `generate` uses."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def decoding(self, num_requests: int) -> Callable[[], float]:
+        """A step of so many requests, all with the same context."""
+        import torch
+
+        cache, device = self.new_cache(), self.model.device
+        prompt = torch.tensor([self.prompt[: self.sizes.context]], device=device)
+        ids = [self.forward(prompt, cache).expand(num_requests, 1)]
+        cache.batch_repeat_interleave(num_requests)
+
+        def step() -> float:
+            ids[0] = self.forward(ids[0], cache)
+            return num_requests
+
+        return step
+
+    def prefill(self) -> float:
+        """One prompt, in one pass."""
+        import torch
+
+        prompt = torch.tensor(
+            [self.prompt[: self.sizes.prefill]], device=self.model.device
+        )
+        self.forward(prompt, self.new_cache())
+        return self.sizes.prefill
+
+    def mixed(self, jobs: Sequence[tuple[int, int]]) -> float:
+        """A static batch, filled up on the left, until the longest answer ends."""
+        import torch
+
+        longest, steps = (max(column) for column in zip(*jobs, strict=True))
+        ids = torch.zeros((len(jobs), longest), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, (length, _) in enumerate(jobs):
+            ids[i, longest - length :] = torch.tensor(self.prompt[:length])
+            mask[i, longest - length :] = 1
+        self.model.generate(
+            ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            do_sample=False,
+            max_new_tokens=steps,
+            pad_token_id=0,
+        )
+        return sum(answer for _, answer in jobs)
+
+
+# %% export="bench_engine.py" tags=["hide-input"]
+def mixed_jobs(sizes: Sizes) -> list[tuple[int, int]]:
+    """Prompt and answer lengths, evenly spread; the long answers are not the last."""
+    number = max(sizes.batches)
+    answers = sorted(range(number), key=lambda i: i * 7 % number)
+    return [
+        (max(2, sizes.context * (i + 1) // number), 1 + 64 * (j + 1) // number)
+        for i, j in enumerate(answers)
+    ]
+
+
+def run_mixed(llm: "LLM", sizes: Sizes, prompt: Sequence[int]) -> float:
+    """The same jobs in our engine, without a cache between them."""
+    jobs = mixed_jobs(sizes)
+    num_tokens = max(length + answer for length, answer in jobs)
+    engine = make_engine(llm, len(jobs), num_tokens, "none")
+    for length, answer in jobs:
+        submit(engine, prompt[:length], answer)
+    while engine.has_unfinished():
+        engine.step()
+    return sum(answer for _, answer in jobs)
+
+
+def run_prefill(llm: "LLM", prompt: Sequence[int]) -> float:
+    """One prompt in an engine of its own, until its first token."""
+    engine = make_engine(llm, 1, len(prompt) + 1, "none")
+    submit(engine, prompt, 1)
+    engine.step()
+    return len(prompt)
+
+
+class EngineBench:
+    """All measurements on one loaded model; rows come as they are measured."""
+
+    def __init__(self, llm: "LLM", model: str, sizes: Sizes) -> None:
+        self.llm, self.sizes = llm, sizes
+        self.peer = Peer(llm, model, sizes)
+        self.dtype = str(decoder_of(llm).embed_tokens.weight.dtype)[6:]
+
+    def rows(self) -> Iterator[EngineRow]:
+        """Steps of each size, a prompt, a shared prefix, a job of mixed lengths."""
+        llm, sizes, peer = self.llm, self.sizes, self.peer
+        for number in sizes.batches:
+            other = peer.decoding(number)
+            yield self._row("decode", number, decoding(llm, sizes, number).step, other)
+        prompt = peer.prompt[: sizes.prefill]
+        yield self._row("prefill", 1, partial(run_prefill, llm, prompt), peer.prefill)
+        most = max(sizes.batches)
+        shared, apart = (decoding(llm, sizes, most, i).step for i in ("radix", "none"))
+        yield self._row("shared prefix", most, shared, apart, "unshared")
+        own = partial(run_mixed, llm, sizes, peer.prompt)
+        other = partial(peer.mixed, mixed_jobs(sizes))
+        repeats = 1 + sizes.repeats // 4
+        yield self._row("mixed lengths", most, own, other, repeats=repeats, warmups=0)
+
+    def _row(
+        self,
+        load: str,
+        number: int,
+        own: Callable[[], Any],
+        other: Callable[[], Any],
+        against: str = "transformers",
+        repeats: int = 0,
+        warmups: int = 2,
+    ) -> EngineRow:
+        steps = 1 if load in ("prefill", "mixed lengths") else STEPS
+        trials = {"own": _trial(own, steps), "other": _trial(other, steps)}
+        found = measure(trials, repeats or self.sizes.repeats, warmups)
+        ratio = compare(found["other"], found["own"])
+        mine, theirs = (spread_of(found[name].values) for name in ("own", "other"))
+        shown = spread_of(ratio.values)
+        return EngineRow(self.dtype, load, number, mine, against, theirs, shown)
+
+    def breakdowns(self) -> list[dict[str, Any]]:
+        """Where the steps of each size go, in seconds, medians of several steps."""
+        found = []
+        for number in self.sizes.batches:
+            engine = decoding(self.llm, self.sizes, number)
+            parts = parts_of_steps(engine, self.sizes.repeats + 2)
+            found.append({"dtype": self.dtype, "num_requests": number, "parts": parts})
+        return found
+
+
+def _trial(work: Callable[[], Any], num_ops: int) -> Trial:
+    def run() -> float:
+        for _ in range(num_ops):
+            work()
+        return 0.0
+
+    return Trial(run, num_ops=num_ops)
+
+
+# %% [markdown]
+# For the breakdown clocks are put around the parts of a step: the products, the head, attention
+# with its gathers, norms, the choice of the token, and the whole pass. What is left of the pass are
+# rotations, additions and Python; what is left of the step is scheduling and the cache.
+
+
+# %% export="bench_engine.py" tags=["hide-input"]
+class Stopwatch:
+    """Seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def wrap(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same work, timed."""
+
+        def timed(*given: Any) -> Any:
+            start_s = time.perf_counter()
+            result = work(*given)
+            self.seconds[name] += time.perf_counter() - start_s  # type: ignore[assignment]
+            return result
+
+        return timed
+
+
+@contextmanager
+def watched(runner: ModelRunner, watch: Stopwatch) -> Iterator[None]:
+    """While it lasts, the parts of a runner's steps tell what they take."""
+    model: Any = runner.model
+    modules = list(model.modules())
+    places: list[tuple[Any, str, str]] = []
+    places += [(part, "multiply", "products") for part in _products(modules)]
+    places += [(layer, "forward", "attention") for layer in runner.memory]
+    places += [(m, "forward", "norms") for m in modules if "Norm" in type(m).__name__]
+    places += [(runner, "sampler", "sampling"), (runner, "run", "pass")]
+    kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
+    for owner, name, part in places:
+        part = "head" if owner is model.head else part
+        setattr(owner, name, watch.wrap(part, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name, old in kept:
+            delattr(owner, name) if old is None else setattr(owner, name, old)
+
+
+def _products(modules: Sequence[Any]) -> list[Product]:
+    parts = [part for module in modules for part in vars(module).values()]
+    return [part for part in parts if isinstance(part, Product)]
+
+
+def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
+    """Seconds of each part of a step: medians; the first step is left out."""
+    runner, steps = engine.runner, []
+    assert isinstance(runner, ModelRunner)
+    watch = Stopwatch()
+    with watched(runner, watch):
+        for _ in range(num_steps):
+            watch.seconds.clear()
+            whole = watch.wrap("step", engine.step)
+            whole()
+            steps.append(dict(watch.seconds))
+    for step in steps:
+        step["scheduling and cache"] = step.pop("step") - step["pass"]
+        rest = step.pop("pass") - sum(
+            step[name]
+            for name in ("products", "head", "attention", "norms", "sampling")
+        )
+        step["rotation, additions, Python"] = rest
+    return {name: median(step[name] for step in steps[1:]) for name in steps[0]}
 
 
 # %% [markdown]
@@ -2046,6 +2387,93 @@ def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
         yield f"{name_case(case)}{seconds}{counts}  {same}"
 
 
+# %% export="command_bench.py" tags=["hide-input"]
+from minivllm.bench_engine import QUICK, EngineBench, EngineRow, Sizes
+
+VLLM = {  # of the project's own notes, on two EPYC cores: not measured here
+    "prefill of 512": "0.68 s",
+    "decode, 1 request": "22 tokens/s",
+    "decode, 8 requests": "151 tokens/s",
+}
+
+
+@app.command()
+def engine(
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder, a .gguf file or a hub id.")
+    ] = "smollm2",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Default: float32 and bfloat16.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Readings of each row.")] = 7,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small steps, one reading.")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON.")
+    ] = False,
+) -> None:
+    """Steps beside transformers' steps, in turn, and where a step's time goes."""
+    check_place(record)
+    dtypes, sizes = dtype or ["float32", "bfloat16"], Sizes(repeats=max(1, repeats))
+    check_sizes(sizes.prefill, repeats, {"max_tokens": 2, "device": device})
+    for each in dtypes:
+        read_options({"dtype": each})
+    rows, found = measure_engine(
+        model, dtypes, device, QUICK if quick else sizes, as_json
+    )
+    facts = {"model": model, "dtype": dtypes, "device": device, "repeats": repeats}
+    command = spell("engine", facts) + " --quick" * quick
+    keep(make_record(command, rows, **facts | found), record, as_json)
+
+
+def measure_engine(
+    model: str, dtypes: list[str], device: str, sizes: Sizes, as_json: bool
+) -> tuple[list[EngineRow], dict[str, Any]]:
+    """Measure, telling each row; the rows and the facts beside them."""
+    import torch
+    import transformers
+
+    from minivllm.llm import LLM
+
+    rows: list[EngineRow] = []
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), "breakdowns": []}
+    for dtype in dtypes:
+        bench = EngineBench(
+            LLM(model, num_pages=1, dtype=dtype, device=device), model, sizes
+        )
+        for row in bench.rows():
+            typer.echo(engine_line(row), err=as_json)
+            rows.append(row)
+        for each in bench.breakdowns():
+            typer.echo(breakdown_line(each), err=as_json)
+            found["breakdowns"].append(each)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return rows, found | {"versions": versions, "to_attempt": {"vllm": VLLM}}
+
+
+def engine_line(row: EngineRow) -> str:
+    """One line of the table: medians, and the ratios of the pairs."""
+    own, other = (quantity(s["median"], "s") for s in (row.own_s, row.other_s))
+    ratio, low, high = (row.ratio[name] for name in ("median", "low", "high"))
+    return (
+        f"{row.dtype:<9} {row.load:<14} {row.num_requests:>3}  {own:>8}, {row.against} "
+        f"{other:>8}: {ratio:5.2f} ({low:.2f} to {high:.2f}) ×"
+    )
+
+
+def breakdown_line(found: dict[str, Any]) -> str:
+    """Where a step goes, in percent."""
+    whole = sum(found["parts"].values())
+    shares = (f"{name} {100 * s / whole:.1f} %" for name, s in found["parts"].items())
+    kind = f"{found['dtype']:<9} {found['num_requests']} in a step"
+    return f"{kind}, {quantity(whole, 's')}: {', '.join(shares)}"
+
+
 # %% [markdown]
 # ## What these numbers do not say
 #
@@ -2442,7 +2870,8 @@ draw_rows(
 # What was measured is one prompt, one model, two cores, and a machine with neighbours. The
 # signs have reasons that can be checked on yours: two timings, of one decode step and of a
 # prefill, give D; a third, of two requests in a step, gives k.
-#
+
+# %% [markdown]
 # ## Exercises
 #
 # ### Exercise 1

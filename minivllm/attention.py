@@ -1,10 +1,11 @@
-# Exported from chapters/05_model.py (649fd84d): edit the chapter.
+# Exported from chapters/05_model.py (6fd4b773): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +19,45 @@ class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
     `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context]. `mask` [new, context] is None for a single token, and for a chunk that
-    begins its prompt: there the first token sees one, the second two, and so on.
+    [context], in `pages`. `mask` [new, context] is None for a single token, and for a
+    chunk that begins its prompt: there the first sees one, the second two, and so on.
     """
 
     rows: slice
+    pages: Sequence[int]
     context: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Read:
+    """Single tokens that attend in one product: equally many to each context.
+
+    `rows` [contexts * readers] are theirs in the batch, `slots` [contexts * length] are
+    what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
+    context has ended, or None. `keys` and `values` [contexts, length, kv_heads,
+    head_dim] are where every layer puts them side by side: memory is asked for once.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    bias: Tensor | None
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
 class Plan:
     """What every layer of a forward pass needs to know about the batch.
 
-    `positions` and `write_slots` have one entry for each new token.
+    `positions` and `write_slots` have one entry for each new token. `reads` are for
+    those single tokens that are read together, and have no entry in `chunks`.
     """
 
     positions: Tensor
     write_slots: Tensor
     chunks: Sequence[ChunkPlan]
+    reads: Sequence[Read] = ()
 
 
 def plan_batch(
@@ -52,7 +73,8 @@ def plan_batch(
         write_slots += _write_slots(chunk, page_size, scratch_page)
         rows = slice(first, len(positions))
         context = _context_slots(chunk, page_size, device)
-        plans.append(ChunkPlan(rows, context, _causal_mask(chunk, device)))
+        mask = _causal_mask(chunk, device)
+        plans.append(ChunkPlan(rows, chunk.pages, context, mask))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
 
 
@@ -96,9 +118,14 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
-        return torch.cat(
-            [self._attend(query[chunk.rows], chunk) for chunk in plan.chunks]
-        )
+        if len(plan.reads) == 1 and not plan.chunks:
+            return self._read(query, plan.reads[0])[0]
+        out = torch.zeros_like(query)
+        for chunk in plan.chunks:
+            out[chunk.rows] = self._attend(query[chunk.rows], chunk)
+        if plan.reads:
+            self._read_all(query, plan.reads, out)
+        return out
 
     def _attend(self, query: Tensor, chunk: ChunkPlan) -> Tensor:
         keys = self.keys.index_select(0, chunk.context).transpose(0, 1)
@@ -112,3 +139,136 @@ class PagedAttention:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+    def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        """Averages [rows, heads, head_dim] and sums [rows, heads, 1] of one product."""
+        torch.index_select(self.keys, 0, read.slots, out=read.keys.flatten(0, 1))
+        torch.index_select(self.values, 0, read.slots, out=read.values.flatten(0, 1))
+        keys, values = read.keys.transpose(1, 2), read.values.transpose(1, 2)
+        contexts, kv_heads = keys.shape[:2]
+        readers, group = len(query) // contexts, query.shape[1] // kv_heads
+        by_head = query.view(contexts, readers, kv_heads, group, -1).transpose(1, 2)
+        found = attend(by_head.flatten(2, 3), keys, values, read.bias)
+        out, sums = (
+            x.view(contexts, kv_heads, readers, group, -1).transpose(1, 2)
+            for x in found
+        )
+        return out.reshape(query.shape), sums.reshape(*query.shape[:2], 1)
+
+    def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
+        """Average the averages of a token's reads, each weighed by its sum."""
+        sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
+        for read in reads:
+            part, part_sum = self._read(query[read.rows], read)
+            known, known_sum = out[read.rows].float(), sums[read.rows]
+            share = torch.sigmoid(part_sum - known_sum)
+            whole = torch.lerp(known, part.float(), share).to(out.dtype)
+            out.index_copy_(0, read.rows, whole)
+            sums.index_copy_(0, read.rows, torch.logaddexp(known_sum, part_sum))
+
+
+MIN_SAVED = 256  # tokens: a product of its own costs about as much as reading so many
+
+
+def shared_runs(
+    tables: Sequence[tuple[int, ...]], page_size: int
+) -> list[tuple[list[int], int, int]]:
+    """Runs of pages that several tables share behind equal beginnings.
+
+    A run is (which tables, first page, end): an edge of the radix tree of the tables.
+    An edge that would save too little stays a part of those below it.
+    """
+    runs, todo = [], [(list(range(len(tables))), 0)]
+    while todo:
+        members, start = todo.pop()
+        some = [tables[i] for i in members]
+        end = _common(min(some), max(some))  # in order: all others lie between
+        if (len(members) - 1) * (end - start) * page_size >= MIN_SAVED:
+            runs.append((members, start, end))
+            start = end
+        heirs: dict[int, list[int]] = {}
+        for i in members:
+            if len(tables[i]) > end:
+                heirs.setdefault(tables[i][end], []).append(i)
+        todo += [(heir, start) for heir in heirs.values() if len(heir) > 1]
+    return runs
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many pages two tables have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
+    """The same plan, with its single tokens in few products, and shared pages once.
+
+    `memory` is that of any layer's keys, for its shape and its numbers' format.
+    """
+    singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
+    if not singles:
+        return plan
+    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
+    starts, reads = [0] * len(singles), []
+    for members, start, end in shared_runs(tables, page_size):
+        run = singles[members[0]].context[start * page_size : end * page_size]
+        reads.append(_read_of([singles[i] for i in members], [run], memory))
+        for i in members:
+            starts[i] = end * page_size
+    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
+    for members in _alike([len(context) for context in own]):
+        contexts = [own[i] for i in members]
+        reads.append(_read_of([singles[i] for i in members], contexts, memory))
+    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
+    return replace(plan, chunks=others, reads=reads)
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of places with lengths so much alike that padding them costs little."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        last = groups[-1] if groups else []
+        if last and (lengths[i] - lengths[last[-1]]) * len(last) <= MIN_SAVED:
+            last.append(i)
+        else:
+            groups.append([i])
+    return [sorted(group) for group in groups]
+
+
+def _read_of(
+    readers: Sequence[ChunkPlan], contexts: Sequence[Tensor], memory: Tensor
+) -> Read:
+    """One product for these contexts; each is filled up with its last slot."""
+    lengths = [len(context) for context in contexts]
+    rows = _longs([chunk.rows.start for chunk in readers], memory.device)
+    longest, bias = max(lengths), None
+    if min(lengths) < longest:
+        over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
+        bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(memory.device)
+        contexts = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
+    shape = (len(lengths), longest, *memory.shape[1:])
+    keys, values = memory.new_empty(shape), memory.new_empty(shape)
+    return Read(rows, torch.cat(list(contexts)), bias, keys, values)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weighted averages of the values, and the logarithm of the sums of the weights.
+
+    All are [contexts, kv_heads, tokens, head_dim]; the sums are [..., queries, 1].
+    """
+    if has_fused_attention(query.device):
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum = fused(query, keys, values, attn_mask=bias)
+        return out, log_sum[..., None]
+    scores = query.float() @ keys.float().transpose(-1, -2) / math.sqrt(query.shape[-1])
+    scores = scores if bias is None else scores + bias
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    out = (scores - log_sum).exp() @ values.float()
+    return out.to(query.dtype), log_sum
+
+
+def has_fused_attention(device: torch.device) -> bool:
+    """PyTorch tells these sums for a CPU only: elsewhere `attend` adds them up."""
+    return device.type == "cpu"

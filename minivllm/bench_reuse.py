@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (58354c1e): edit the chapter.
+# Exported from chapters/15_measuring.py (28f16484): edit the chapter.
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
 
 When does a page become visible, who waits for it, and for how long? The same prompt is
@@ -361,24 +361,30 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
     )
 
 
+def load_transformers(model: str, llm: "LLM") -> Any:
+    """The same file, format of numbers and device; an answer never ends by itself."""
+    from transformers import AutoModelForCausalLM
+
+    from minivllm.loader import find_model
+
+    path = find_model(model)
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
+    if path.is_file():
+        place["pretrained_model_name_or_path"] = str(path.parent)
+        place["gguf_file"] = path.name
+    weight = decoder_of(llm).embed_tokens.weight
+    with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=weight.dtype)
+    loaded = loaded.to(weight.device).eval()
+    loaded.generation_config.eos_token_id = None
+    return loaded
+
+
 class TransformersBatch:
     """transformers' `generate` on one static batch: all begin and end together."""
 
     def __init__(self, model: str, llm: "LLM", like: Reuse) -> None:
-        from transformers import AutoModelForCausalLM
-
-        from minivllm.loader import find_model
-
-        path = find_model(model)
-        place: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
-        if path.is_file():
-            place["pretrained_model_name_or_path"] = str(path.parent)
-            place["gguf_file"] = path.name
-        weight = decoder_of(llm).embed_tokens.weight
-        with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
-            loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=weight.dtype)
-        self.model: Any = loaded.to(weight.device).eval()
-        self.model.generation_config.eos_token_id = None
+        self.model = load_transformers(model, llm)
         self.prompt_ids, self.max_tokens = list(like.prompt_ids), like.max_tokens
 
     def run(self, case: Case) -> Outcome:

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (d8990385): edit the chapter.
+# Exported from chapters/15_measuring.py (9807fb24): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -11,6 +11,7 @@ import typer
 
 from minivllm.bench import Row, make_record
 from minivllm.bench_cache import OWN_MANAGERS, OWN_TREES, CacheBench
+from minivllm.bench_engine import QUICK, EngineBench, EngineRow, Sizes
 from minivllm.bench_reuse import (
     ARRIVALS,
     Case,
@@ -254,3 +255,87 @@ def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
         counts = f"{sum(row.cached_tokens):7} {row.prefill_tokens:9}"
         same = "yes" if row.same_tokens else "NO"
         yield f"{name_case(case)}{seconds}{counts}  {same}"
+
+
+VLLM = {  # of the project's own notes, on two EPYC cores: not measured here
+    "prefill of 512": "0.68 s",
+    "decode, 1 request": "22 tokens/s",
+    "decode, 8 requests": "151 tokens/s",
+}
+
+
+@app.command()
+def engine(
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder, a .gguf file or a hub id.")
+    ] = "smollm2",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Default: float32 and bfloat16.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Readings of each row.")] = 7,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small steps, one reading.")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON.")
+    ] = False,
+) -> None:
+    """Steps beside transformers' steps, in turn, and where a step's time goes."""
+    check_place(record)
+    dtypes, sizes = dtype or ["float32", "bfloat16"], Sizes(repeats=max(1, repeats))
+    check_sizes(sizes.prefill, repeats, {"max_tokens": 2, "device": device})
+    for each in dtypes:
+        read_options({"dtype": each})
+    rows, found = measure_engine(
+        model, dtypes, device, QUICK if quick else sizes, as_json
+    )
+    facts = {"model": model, "dtype": dtypes, "device": device, "repeats": repeats}
+    command = spell("engine", facts) + " --quick" * quick
+    keep(make_record(command, rows, **facts | found), record, as_json)
+
+
+def measure_engine(
+    model: str, dtypes: list[str], device: str, sizes: Sizes, as_json: bool
+) -> tuple[list[EngineRow], dict[str, Any]]:
+    """Measure, telling each row; the rows and the facts beside them."""
+    import torch
+    import transformers
+
+    from minivllm.llm import LLM
+
+    rows: list[EngineRow] = []
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), "breakdowns": []}
+    for dtype in dtypes:
+        bench = EngineBench(
+            LLM(model, num_pages=1, dtype=dtype, device=device), model, sizes
+        )
+        for row in bench.rows():
+            typer.echo(engine_line(row), err=as_json)
+            rows.append(row)
+        for each in bench.breakdowns():
+            typer.echo(breakdown_line(each), err=as_json)
+            found["breakdowns"].append(each)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return rows, found | {"versions": versions, "to_attempt": {"vllm": VLLM}}
+
+
+def engine_line(row: EngineRow) -> str:
+    """One line of the table: medians, and the ratios of the pairs."""
+    own, other = (quantity(s["median"], "s") for s in (row.own_s, row.other_s))
+    ratio, low, high = (row.ratio[name] for name in ("median", "low", "high"))
+    return (
+        f"{row.dtype:<9} {row.load:<14} {row.num_requests:>3}  {own:>8}, {row.against} "
+        f"{other:>8}: {ratio:5.2f} ({low:.2f} to {high:.2f}) ×"
+    )
+
+
+def breakdown_line(found: dict[str, Any]) -> str:
+    """Where a step goes, in percent."""
+    whole = sum(found["parts"].values())
+    shares = (f"{name} {100 * s / whole:.1f} %" for name, s in found["parts"].items())
+    kind = f"{found['dtype']:<9} {found['num_requests']} in a step"
+    return f"{kind}, {quantity(whole, 's')}: {', '.join(shares)}"

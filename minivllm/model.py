@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (f015ff18): edit the chapter.
+# Exported from chapters/05_model.py (0aa74d6e): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.attention import PagedAttention, Plan
+from minivllm.linear import Product
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,15 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return plain * (blend + (1 - blend) / factor)
 
 
+def rotation(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies by: angles [..., dim / 2] -> two of [..., dim]."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of x [tokens, heads, dim]; cos and sin are [tokens, 1, dim]."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    """Turn pairs of numbers of x [tokens, heads, dim]: each half with the other."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class RMSNorm(nn.Module):
@@ -93,9 +99,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -112,26 +116,28 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, narrow, bias=config.qkv_bias)
         self.o_proj = nn.Linear(wide, hidden, bias=False)
+        self.qkv = Product(self.q_proj, self.k_proj, self.v_proj)
+        self.output = Product(self.o_proj)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+        self.heads = (config.num_heads, config.num_kv_heads)
 
     def forward(
         self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
-        query, key, value = (
-            proj(x).view(len(x), -1, self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query = rotate(self.q_norm(query), cos, sin)
-        key = rotate(self.k_norm(key), cos, sin)
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        asks, value = by_head[:, : sum(self.heads)], by_head[:, sum(self.heads) :]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
+            asks = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        asks = rotate(asks, cos, sin)
+        query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
         out = memory.forward(query, key, value, plan)
-        return cast(Tensor, self.o_proj(out.reshape(len(x), -1)))
+        return self.output(out.view(len(x), -1))
 
 
-def _head_norm(config: ModelConfig) -> nn.Module:
-    return (
-        RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-    )
+def _head_norm(config: ModelConfig) -> RMSNorm | None:
+    return RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
 
 class MLP(nn.Module):
@@ -143,10 +149,13 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, wide, bias=False)
         self.up_proj = nn.Linear(hidden, wide, bias=False)
         self.down_proj = nn.Linear(wide, hidden, bias=False)
+        self.gate_and_up = Product(self.gate_proj, self.up_proj)
+        self.down = Product(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        gate, up = self.gate_and_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -177,6 +186,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Product(self.lm_head)
         self.frequencies = rope_frequencies(config)  # never a parameter, never 16 bit
 
     def forward(
@@ -188,9 +198,15 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
         x = self.embed_tokens(token_ids)
-        angles = plan.positions[:, None] * self.frequencies.to(x.device)
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = plan.positions[:, None, None] * self.frequencies.to(x.device)
+        cos, sin = (turn.to(x.dtype) for turn in rotation(angles))
         for layer, layer_memory in zip(self.layers, memory, strict=True):
             x = layer(x, layer_memory, plan, cos, sin)
-        return cast(Tensor, self.lm_head(self.norm(x[rows])).float())
+        return self.head(self.norm(x[rows])).float()
+
+    def pack(self) -> None:
+        """Lay all weights of products out for speed; the plain ones are given up."""
+        for module in self.modules():
+            for part in vars(module).values():
+                if isinstance(part, Product):
+                    part.pack()

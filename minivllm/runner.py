@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (1c43cb34): edit the chapter.
+# Exported from chapters/05_model.py (439196c4): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from minivllm.attention import PagedAttention, plan_batch
+from minivllm.attention import PagedAttention, plan_batch, read_together
 from minivllm.batch import Chunk
 from minivllm.model import Decoder
 
@@ -19,8 +19,9 @@ Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> i
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     """Choose the token with the largest logit; -1 where the logits are not numbers."""
-    best = logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
-    return cast(list[int], best.tolist())
+    best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
+    best = best.masked_fill(logits.gather(-1, best).isnan(), -1)
+    return cast(list[int], best[:, 0].tolist())
 
 
 class ModelRunner:
@@ -29,6 +30,7 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, num_pages: int, page_size: int, sampler: Sampler = greedy
     ) -> None:
+        model.pack()
         self.model = model
         self.page_size = page_size
         self.scratch_page = num_pages
@@ -65,4 +67,5 @@ class ModelRunner:
             if chunk.samples
         ]
         rows = torch.tensor(ends, dtype=torch.long).to(self.device)
+        plan = read_together(plan, self.page_size, self.memory[0].keys)
         return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
