@@ -668,15 +668,16 @@ print(
 # %% [markdown]
 # So decode a short window of tokens at the end, and write what is new in it, except for
 # replacement characters at its very end: these may be the first bytes of something. A character
-# has four bytes at most, so three such characters wait; a fourth is rubbish, and is written. The
-# window begins with the last tokens of the *prompt*, since some tokenizers write a word's space
-# only when another word comes before it. (The window is vLLM's.)
+# has four bytes at most, so three tokens may end in such a way; a fourth is rubbish, and is
+# written. The window begins with the last tokens of the *prompt*, since some tokenizers write a
+# word's space only when another word comes before it. (The window is vLLM's.) Later it begins
+# anew from time to time, and only where a character does.
 #
 # A *writer* does this for one request.
 
 
 # %% export="tokenizer.py"
-WINDOW = 6  # tokens of context for the next one
+WINDOW = 9  # tokens of context for the next one
 INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a character yet
 
 
@@ -690,6 +691,8 @@ class TextWriter:
         self._stops: Sequence[str] = tuple(params.stop or ())
         self._ids = list(prompt_ids[-WINDOW:])  # the window
         self._num_written = len(self._decode())  # characters of what it says
+        self._num_waiting = 0  # tokens since it last ended with a whole character
+        self._edge = 0  # where it may begin anew
         self._text = ""
         self._stopped: str | None = None
 
@@ -702,14 +705,22 @@ class TextWriter:
         if self._stopped is None:
             self._ids.append(token_id)
             said = self._decode()
-            end = max(len(said.rstrip(INCOMPLETE)), len(said) - 3)
+            end = len(said.rstrip(INCOMPLETE))
+            self._num_waiting = 0 if end == len(said) else self._num_waiting + 1
+            if self._num_waiting > 3:
+                end = max(end, len(said) - 3)
             self._write(said[self._num_written : end])
             self._num_written = max(self._num_written, end)
-            if len(self._ids) > 3 * WINDOW:
-                num_unwritten = len(said) - self._num_written
-                self._ids = self._ids[-WINDOW:]
-                self._num_written = len(self._decode()) - num_unwritten
+            if not 0 < self._num_waiting <= 3:
+                self._move(len(said) - self._num_written)
         return self._stopped
+
+    def _move(self, num_unwritten: int) -> None:
+        """Let the window begin where it could have begun a while ago."""
+        if len(self._ids) - self._edge >= WINDOW:
+            del self._ids[: self._edge]
+            self._num_written = len(self._decode()) - num_unwritten
+            self._edge = len(self._ids)
 
     def piece(self, token_id: int) -> str:
         """What one token says by itself, special tokens by their names."""
@@ -754,6 +765,7 @@ class TextWriter(TextWriter):
     def _num_held(self) -> int:
         """The length of the longest end of the text that begins a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
+        longest = min(longest, len(self._text))
         return next(
             (n for n in range(longest, 0, -1) if self._begins_stop(self._text[-n:])), 0
         )
