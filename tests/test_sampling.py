@@ -18,7 +18,7 @@ from transformers import (
 from minivllm import sampling
 from minivllm.batch import Chunk
 from minivllm.request import SamplingParams
-from minivllm.sampling import Sampler, bend, cut_top_p, draw, keep_likely, logprobs_of
+from minivllm.sampling import Sampler, bend, keep_likely, logprobs_of
 
 VOCAB = 40
 
@@ -263,8 +263,10 @@ def test_the_first_thousand_are_not_enough():
     """A flat distribution reaches its mass late: more are taken, to the last one."""
     logits = torch.randn(2, 20_000) / 100
     mass = torch.tensor([[0.5], [1 - 1e-7]])
-    assert torch.equal(cut_top_p(logits, mass), cut_top_p(logits, mass, 20_000))
-    assert 9_000 < int(cut_top_p(logits, mass)[0].isfinite().sum()) < 11_000
+    assert torch.equal(
+        sampling.cut_top_p(logits, mass), sampling.cut_top_p(logits, mass, 20_000)
+    )
+    assert 9_000 < int(sampling.cut_top_p(logits, mass)[0].isfinite().sum()) < 11_000
 
 
 def test_draws_follow_the_probabilities():
@@ -278,10 +280,10 @@ def test_draws_follow_the_probabilities():
 def test_a_share_of_nothing_is_never_drawn():
     weights = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])
     points = [0.0, 0.2499, 0.25, 1 - 2**-52]
-    found = [int(draw(weights, [point])) for point in points]
+    found = [int(sampling.draw(weights, [point])) for point in points]
     assert found == [1, 1, 3, 3]
     many = torch.rand(2000, 997) * torch.randint(2, (2000, 997))
-    assert many.gather(-1, draw(many, [1 - 2**-52] * 2000)).min() > 0
+    assert many.gather(-1, sampling.draw(many, [1 - 2**-52] * 2000)).min() > 0
 
 
 def test_a_draw_depends_on_seed_and_position_only():
