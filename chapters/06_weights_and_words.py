@@ -1221,22 +1221,35 @@ from minivllm.runner import ModelRunner
 model = load_model(open_checkpoint("smollm2"), torch.device("cpu"), torch.float32)
 
 
-def continue_by_hand(model, num_tokens: int = 8) -> list[int]:
+def continue_by_hand(model, num_tokens: int = 8, **options) -> list[int]:
     runner = ModelRunner(model, num_pages=4, page_size=16, sampler=Sampler())
-    known, start = list(ids), 0
+    known, start = array("i", ids), 0
+    params = SamplingParams(temperature=0, **options)
     for _ in range(num_tokens):
-        cold = SamplingParams(temperature=0)
-        chunk = Chunk("0", array("i", known[start:]), start, [0], 0, True, cold)
+        new, pages = known[start:], [0, 1, 2, 3]
+        chunk = Chunk("0", new, start, pages, 0, True, params, known, len(ids))
         start = len(known)
-        known += runner.run([chunk])
-    return known
+        known.extend(runner.run([chunk]))
+    return known.tolist()
 
 
 known = continue_by_hand(model)
 print(tokenizer.decode(known))
 
 # %% [markdown]
-# And the model whose query and key rows were left as they lie in the file:
+# Left to go on, a greedy model repeats itself. A penalty sends it elsewhere:
+
+# %% name="again"
+for options in ({}, {"repetition_penalty": 1.3}, {"frequency_penalty": 2.0}):
+    longer = continue_by_hand(model, 40, **options)[len(ids) :]
+    print(f"{len(set(longer))} different tokens of {len(longer)}, {options}")
+    print("   ", repr(tokenizer.decode(longer)))
+
+# %% [markdown]
+# [19](#again) different tokens of 40 without a penalty, [38](#again) and [34](#again) with one. The
+# words are new. Nothing makes them true.
+#
+# And here is the model whose query and key rows were left as they lie in the file:
 
 # %%
 import copy

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (8f78cbea): edit the chapter.
+# Exported from chapters/05_model.py (dc4e893a): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> i
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     """Choose the token with the largest logit; -1 unless that is a finite number."""
+    assert len(logits) == len(chunks), "scoring a prompt takes chapter 6's sampler"
     best, token_ids = logits.max(-1)  # the largest of numbers and NaN is NaN
-    return cast(list[int], token_ids.masked_fill(~best.isfinite(), -1).tolist())
+    broken = (best - best).isnan()  # so is infinity minus infinity
+    return cast(list[int], token_ids.masked_fill(broken, -1).tolist())
 
 
 class ModelRunner:

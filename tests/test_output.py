@@ -6,11 +6,14 @@ Whatever happens in between: chunks, preemption, a warm cache, company, follower
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 from test_policies import PLAIN, check_idle
 from test_policies import make_engine as make_simulated
+from test_sampling import some_params
 from tiny_models import VOCAB, tiny
 
 from minivllm import LLM, SamplingParams
@@ -286,6 +289,28 @@ def test_a_seed_means_the_same_in_company(llm):
     mixed = [(PROMPT[i:], params) for i, params in enumerate(others)]
     outputs = run(llm, [*mixed, (PROMPT, seeded), *mixed])
     assert outputs[3].outputs[0].token_ids == alone
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_was_asked_is_what_it_gets_alone(llm, seed):
+    """f7: random requests in a tight pool, in chunks; each as alone in a roomy one."""
+    random = Random(seed)
+    requests = []
+    for number in range(8):
+        params = some_params(random, VOCAB)
+        prompt = PROMPT[: random.randrange(1, 20)] + [number] * random.randrange(3)
+        num_tokens = random.randrange(8, 25)
+        params = replace(params, max_tokens=num_tokens, ignore_eos=True)
+        requests.append((prompt, params))
+    crowded = make_llm(num_pages=12, max_batch_tokens=random.choice([3, 9, 64]))
+    outputs = run(crowded, requests)
+    assert crowded.stats()["preemptions"] > 0
+    for output, request in zip(outputs, requests, strict=True):
+        if request[1].seed is None and request[1].temperature >= 1e-5:
+            continue  # its seed is its id
+        [alone] = run(llm, [request])
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        check_logprobs(output, request[1].logprobs, request[1].prompt_logprobs)
 
 
 def test_each_has_its_own_cap(llm):

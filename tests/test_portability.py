@@ -31,9 +31,9 @@ ALLOWED = {
     "make and move": "arange arange.start _to_copy lift_fresh detach_",
     "look at it otherwise": "view t transpose.int unsqueeze select.int slice.Tensor "
     "split.Tensor",
-    "each number": "add.Tensor mul.Tensor neg cos sin rsqrt pow.Tensor_Scalar silu "
-    "le.Tensor isnan masked_fill.Scalar",
-    "rows of numbers": "mean.dim any.dim argmax cat",
+    "each number": "add.Tensor sub.Tensor mul.Tensor neg cos sin rsqrt silu le.Tensor "
+    "pow.Tensor_Scalar isnan masked_fill.Scalar",
+    "rows of numbers": "mean.dim max.dim cat",
     "products": "mm addmm scaled_dot_product_attention",
     "by index": "embedding index.Tensor index_select index_copy_",
 }

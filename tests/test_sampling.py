@@ -83,7 +83,7 @@ def naive_token(logits, chunk, sampler):
     return naive_draw(probs, sampler._point(chunk))
 
 
-def some_params(random):
+def some_params(random, vocab=VOCAB):
     """Every parameter is unset in half of the rows."""
     chosen = {
         "temperature": random.choice([0, 1e-6, 0.3, 1.0, 2.5]),
@@ -93,8 +93,10 @@ def some_params(random):
         "repetition_penalty": random.choice([0.5, 1.1, 3.0]),
         "presence_penalty": random.choice([-2, 0.5, 2]),
         "frequency_penalty": random.choice([-1, 0.1, 1.5]),
-        "logit_bias": {random.randrange(VOCAB): random.uniform(-9, 9)},
+        "logit_bias": {random.randrange(vocab): random.uniform(-9, 9)},
         "seed": random.randrange(9),
+        "logprobs": random.randrange(3),
+        "prompt_logprobs": random.randrange(3),
     }
     kept = {name: value for name, value in chosen.items() if random.random() < 0.5}
     return SamplingParams(**kept)
