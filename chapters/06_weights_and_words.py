@@ -790,12 +790,21 @@ print(f"stopped by {stop!r}: {writer.text(finished=True)!r}")
 #
 # ## Which token?
 #
-# The logits give every token a score. At temperature 0 the answer is the largest, and no
-# division takes place: the formula divides by the temperature, the code must not. Next to zero
-# the division is as bad. At 1e-40, a logit of 20 becomes infinite, and so do all others above
-# zero; the difference of two of them is not a number. So below 1e-5, vLLM's bound and ours, a
-# request is greedy. Two logits that differ by a thousandth are then at odds of e^100 to 1; the
-# die would not have fallen otherwise.
+# The logits give every token a score. Divide them by the temperature, and a softmax makes
+# probabilities of them. The lower the temperature, the more certain the likeliest token; and at
+# zero?
+
+# %% name="cold"
+for temperature in (1.0, 0.01, 1e-40, 0.0):
+    probs = torch.softmax(torch.tensor([20.0, 19.0, -3.0]) / temperature, dim=-1)
+    print(temperature, [f"{p:.2f}" for p in probs.tolist()])
+
+# %% [markdown]
+# The formula divides by the temperature, the code must not; and next to zero the division is as
+# bad. A logit of 20 over 1e-40 is infinite, one of 19 too, and the difference of two infinities
+# is not a number. So below 1e-5, vLLM's bound and ours, a request is greedy: the answer is the
+# largest logit, and nothing is divided. Two logits that differ by a thousandth are then at odds
+# of e^100 to 1. The die would not have fallen otherwise.
 #
 # Above it, the scores become probabilities, unlikely tokens are cut off, and a die is thrown.
 # Whose die? If all requests of a batch share one generator, a request's text depends on
@@ -1099,6 +1108,26 @@ for params in [
         draw_often(params),
         f"temperature={params.temperature} top_k={params.top_k} top_p={params.top_p}",
     )
+
+# %% [markdown]
+# The shares are about those expected, and the cuts leave what they should. And in company? The
+# same request, alone and between two others, one greedy and one without a seed:
+
+# %% name="company"
+logits = (3 * torch.arange(500).sin()).expand(3, -1)
+seeded = SamplingParams(seed=42)
+alone, between = [], []
+for position in range(8):
+    row = [
+        Chunk(str(name), array("i", [0]), position, [], 0, True, params)
+        for name, params in enumerate(
+            [SamplingParams(temperature=0), seeded, SamplingParams()]
+        )
+    ]
+    alone += Sampler()(logits[:1], row[1:2])
+    between.append(Sampler()(logits, row)[1])
+print("alone   ", alone)
+print("between ", between)
 
 # %% [markdown]
 # ### Logprobs of which distribution?
