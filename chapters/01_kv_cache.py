@@ -447,9 +447,10 @@ its owner: pages with the prefix cache, queues with the scheduler.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
 
 TokenIds = Sequence[int]  # any sequence of ints, or an encoded array("i")
 ExtraKey = str | bytes | int | tuple[object, ...] | None
@@ -487,10 +488,14 @@ class SamplingParams:
     """How to choose the output tokens of one request.
 
     `max_tokens` None means: up to the end of the model's context. `temperature` 0 is
-    greedy. `top_k` 0 or -1 keeps all tokens. `n` continuations of one prompt are drawn
-    with the seeds `seed`, `seed` + 1 and so on. `stop` strings end the text and are not
-    part of it; `stop_token_ids` and the model's own end tokens (unless `ignore_eos`)
-    end the output and stay in `token_ids`. Raises `ValueError` for bad values.
+    greedy. `top_k` 0 or -1 keeps all tokens. `repetition_penalty` divides the logits of
+    what prompt or output contain already; the other two are subtracted, for the output
+    alone. `logit_bias`, token id to number, is added before that. `n` continuations of
+    one prompt are drawn with the seeds `seed`, `seed` + 1 and so on. `stop` strings,
+    `stop_token_ids` and the model's own end tokens (unless `ignore_eos`) end the
+    output; they are no part of the text, the tokens stay in `token_ids`. `logprobs`
+    asks for so many of the likeliest tokens beside each chosen one, `prompt_logprobs`
+    for the same of the prompt; -1 means all. Raises `ValueError` for bad values.
     """
 
     max_tokens: int | None = 16
@@ -498,11 +503,17 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     n: int = 1
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
 
 
 # %% [markdown]
@@ -520,12 +531,31 @@ class SamplingParams(SamplingParams):
                     f"SamplingParams: {name} must be a list, not {given!r}"
                 )
             object.__setattr__(self, name, () if given is None else tuple(given))
-        try:
-            broken = next((rule for holds, rule in self._rules() if not holds), "")
-        except TypeError as error:
-            broken = str(error)
+        if isinstance(self.logit_bias, Mapping):  # our own copy
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name, holds, words in RULES:
+            if not holds(value := getattr(self, name)):
+                raise ValueError(
+                    f"SamplingParams: {name} must be {words}, not {value!r}"
+                )
+        self._check_continuations()
+
+    def _check_continuations(self) -> None:
+        broken = ""
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            broken = f"n must be 1 at temperature 0, not {self.n}: all would be equal"
+        if self.seed is not None and self.seed + self.n - 1 > SEEDS:
+            broken = f"seed must leave room for {self.n} up to 2**64, not {self.seed}"
         if broken:
             raise ValueError(f"SamplingParams: {broken}")
+
+    def of_continuation(self, index: int) -> "SamplingParams":
+        """What holds for one of the `n`. The first scores the prompt for all."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else self.seed + index
+        prompt_logprobs = None if index else self.prompt_logprobs
+        return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
 
 # %% [markdown]
@@ -533,57 +563,10 @@ class SamplingParams(SamplingParams):
 
 
 # %% export="request.py"
-class SamplingParams(SamplingParams):
-    def of_continuation(self, index: int) -> "SamplingParams":
-        """What holds for one of the `n`."""
-        seed = None if self.seed is None else self.seed + index
-        return self if self.n == 1 else replace(self, n=1, seed=seed)
-
-    def _rules(self) -> Iterator[tuple[bool, str]]:
-        yield (
-            self.max_tokens is None or _is_int(self.max_tokens, 1),
-            f"max_tokens must be a whole number >= 1, not {self.max_tokens}",
-        )
-        yield (
-            0 <= self.temperature < float("inf"),
-            f"temperature must be 0 or more, not {self.temperature}",
-        )
-        yield (
-            _is_int(self.top_k, -1),
-            f"top_k must be 0 or -1 (all tokens) or at least 1, not {self.top_k}",
-        )
-        yield 0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"
-        yield 0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}"
-        yield _is_int(self.n, 1), f"n must be a whole number >= 1, not {self.n!r}"
-        yield (
-            self.n <= MOST_CONTINUATIONS,
-            f"n must be at most {MOST_CONTINUATIONS}, not {self.n}",
-        )
-        yield (
-            self.n == 1 or self.temperature >= GREEDY_BELOW,
-            f"n must be 1 at temperature 0, not {self.n}: all would be equal",
-        )
-        yield (
-            self.seed is None or _is_int(self.seed, -SEEDS, SEEDS),
-            f"seed must be a whole number, not {self.seed!r}",
-        )
-        yield (
-            self.seed is None or self.seed + self.n - 1 <= SEEDS,
-            f"the last of {self.n} seeds must be at most 2**64, so not {self.seed}",
-        )
-        yield (
-            all(isinstance(s, str) and s for s in self.stop or ()),
-            f"stop strings must be non-empty text, not {self.stop!r}",
-        )
-        yield (
-            all(_is_int(t, 0) for t in self.stop_token_ids or ()),
-            f"stop_token_ids must be token ids, not {self.stop_token_ids!r}",
-        )
-
-
 GREEDY_BELOW = 1e-5  # down here a draw is the argmax anyway; vLLM's bound
 MOST_CONTINUATIONS = 16_384  # vLLM's bound
 SEEDS = 2**64  # seeds lie between minus and plus this
+LARGEST = 3.4e38  # that a float32 holds
 
 
 def _is_int(value: object, least: int, most: int = SEEDS) -> bool:
@@ -591,6 +574,42 @@ def _is_int(value: object, least: int, most: int = SEEDS) -> bool:
     if not isinstance(value, Integral) or isinstance(value, bool):
         return False
     return least <= int(value) <= most
+
+
+def _is_real(value: Any, least: float, most: float = LARGEST) -> bool:
+    return isinstance(value, Real) and bool(least <= value <= most)  # type: ignore
+
+
+def _is_bias(value: object) -> bool:
+    """A table of token ids and what to add; minus infinity forbids a token."""
+    return isinstance(value, Mapping) and all(
+        _is_int(token, 0) and _is_real(bias, float("-inf"))
+        for token, bias in value.items()
+    )
+
+
+RULES: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("max_tokens", lambda v: v is None or _is_int(v, 1), "a whole number >= 1"),
+    ("temperature", lambda v: _is_real(v, 0), "0 or more"),
+    ("top_k", lambda v: _is_int(v, -1), "0 or -1 (all tokens) or at least 1"),
+    ("top_p", lambda v: _is_real(v, 0, 1) and v > 0, "in (0, 1]"),
+    ("min_p", lambda v: _is_real(v, 0, 1), "in [0, 1]"),
+    ("repetition_penalty", lambda v: _is_real(v, 0) and v > 0, "a number above 0"),
+    ("presence_penalty", lambda v: _is_real(v, -2, 2), "in [-2, 2]"),
+    ("frequency_penalty", lambda v: _is_real(v, -2, 2), "in [-2, 2]"),
+    ("n", lambda v: _is_int(v, 1), "a whole number >= 1"),
+    ("n", lambda v: v <= MOST_CONTINUATIONS, f"at most {MOST_CONTINUATIONS}"),
+    ("seed", lambda v: v is None or _is_int(v, -SEEDS), "a whole number"),
+    ("logprobs", lambda v: v is None or _is_int(v, -1), "0 or more, or -1 (all)"),
+    (
+        "prompt_logprobs",
+        lambda v: v is None or _is_int(v, -1),
+        "0 or more, or -1 (all)",
+    ),
+    ("stop", lambda v: all(isinstance(s, str) and s for s in v), "non-empty text"),
+    ("stop_token_ids", lambda v: all(_is_int(t, 0) for t in v), "token ids"),
+    ("logit_bias", lambda v: v is None or _is_bias(v), "token ids and their numbers"),
+]
 
 
 # %%
@@ -667,13 +686,33 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """The log-probability that the model gave a token; the likeliest has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]  # one position: what was asked about it, by token id
+
+
+@dataclass(slots=True)
 class CompletionOutput:
-    """One continuation; `finish_reason` is stop, length, abort, error, or None."""
+    """One continuation; `finish_reason` is stop, length, abort, error, or None.
+
+    `stop_reason` is the stop string, or the one of `stop_token_ids`, that ended it.
+    `logprobs`, if asked for, has one table for each token, the token itself in it, and
+    `cumulative_logprob` is the sum over these tokens.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
@@ -681,7 +720,8 @@ class RequestOutput:
     """The state of a request after a step; final when `finished`.
 
     `num_cached_tokens` are the prompt tokens whose K/V were there already when the
-    request was first admitted. It never changes afterwards.
+    request was first admitted. It never changes afterwards. `prompt_logprobs`, if asked
+    for, has a table for each prompt token, and None for the first: nothing precedes it.
     """
 
     request_id: str
@@ -691,6 +731,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt: str | None = field(default=None, repr=False)
+    prompt_logprobs: list[Logprobs | None] | None = field(default=None, repr=False)
 
 
 # %% [markdown]

@@ -104,9 +104,9 @@ print(f"rectangle: {rows:,} rows, end to end: {sum(new_tokens)}")
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from minivllm.request import SamplingParams
+from minivllm.request import Logprobs, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +115,9 @@ class Chunk:
 
     `pages` is the request's page table. Its first `num_shared` pages are published:
     they are read and never written. `samples` says that the chunk ends with the last
-    known token, so that the next one is to be chosen from its logits.
+    known token, so that the next one is to be chosen from its logits. `known` are all
+    tokens so far, the chunk's owner's own array, and the first `num_prompt` the prompt.
+    Whoever runs the chunk fills in the logprobs that the params ask for.
     """
 
     request_id: str
@@ -125,6 +127,16 @@ class Chunk:
     num_shared: int
     samples: bool
     params: SamplingParams = SamplingParams()
+    known: "array[int]" = field(default_factory=lambda: array("i"))
+    num_prompt: int = 0
+    logprobs: Logprobs | None = None  # around the chosen token
+    prompt_logprobs: Sequence[Logprobs] = ()  # of the prompt tokens after `start`
+
+    @property
+    def num_scored(self) -> int:
+        """How many of the new tokens have a prompt token after them, to be scored."""
+        scores = self.params.prompt_logprobs is not None
+        return max(0, min(self.end, self.num_prompt - 1) - self.start) if scores else 0
 
     @property
     def end(self) -> int:
@@ -1206,10 +1218,12 @@ Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> i
 
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-    """Choose the token with the largest logit; -1 where the logits are not numbers."""
+    """Choose the token with the largest logit; -1 unless that is a finite number."""
+    assert len(logits) == len(chunks), "scoring a prompt takes chapter 6's sampler"
     best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
-    best = best.masked_fill(logits.gather(-1, best).isnan(), -1)
-    return cast(list[int], best[:, 0].tolist())
+    largest = logits.gather(-1, best)
+    broken = (largest - largest).isnan()  # so is infinity minus infinity
+    return cast(list[int], best.masked_fill(broken, -1)[:, 0].tolist())
 
 
 class ModelRunner:
@@ -1247,7 +1261,7 @@ class ModelRunner(ModelRunner):
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
-        wanted = [chunk for chunk in chunks if chunk.samples]
+        wanted = [chunk for chunk in chunks if chunk.samples or chunk.num_scored]
         tokens = self.sampler(logits, wanted) if wanted else []
         if min(tokens, default=0) < 0:
             raise FloatingPointError("the model's logits are not numbers")
@@ -1256,17 +1270,17 @@ class ModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits after each sampling chunk's last token [samples, vocab]."""
+        """Logits after the tokens that chunks score, and their last if they sample."""
         plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
         ids = torch.tensor(
             [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long
         )
-        ends = [
-            placed.rows.stop - 1
-            for chunk, placed in zip(chunks, plan.chunks, strict=True)
-            if chunk.samples
-        ]
-        rows = torch.tensor(ends, dtype=torch.long).to(self.device)
+        wanted: list[int] = []
+        for chunk, placed in zip(chunks, plan.chunks, strict=True):
+            first, end = placed.rows.start, placed.rows.stop
+            wanted += range(first, first + chunk.num_scored)
+            wanted += [end - 1] * chunk.samples
+        rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = read_together(plan, self.page_size, self.memory[0].keys)
         return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
 

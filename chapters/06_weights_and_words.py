@@ -666,18 +666,18 @@ print(
 )
 
 # %% [markdown]
-# So decode a short window of tokens at the end, with and without the new one, and take what the
-# new one added, unless it ends in a replacement character: then wait for the next. The window
-# begins with the last tokens of the *prompt*, since some tokenizers write a word's space only
-# when another word comes before it. (The method is vLLM's.)
+# So decode a short window of tokens at the end, and write what is new in it, except for
+# replacement characters at its very end: these may be the first bytes of something. A character
+# has four bytes at most, so three tokens may end in such a way; a fourth is rubbish, and is
+# written. The window begins with the last tokens of the *prompt*, since some tokenizers write a
+# word's space only when another word comes before it. (The window is vLLM's.) Later it begins
+# anew from time to time, and only where a character does.
 #
-# A *writer* does this for one request, and says when a stop string has appeared. The stop
-# string may begin in one token and end in another, so the writer looks at the text, not at
-# tokens; and of the text, only at the end that is new.
+# A *writer* does this for one request.
 
 
 # %% export="tokenizer.py"
-WINDOW = 6  # tokens of context for the next one
+WINDOW = 9  # tokens of context for the next one
 INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a character yet
 
 
@@ -689,113 +689,217 @@ class TextWriter:
     ) -> None:
         self._tokenizer = tokenizer
         self._stops: Sequence[str] = tuple(params.stop or ())
-        self._ids = list(
-            prompt_ids[-WINDOW:]
-        )  # the window, and what is not written yet
-        self._num_written = len(self._ids)
+        self._ids = list(prompt_ids[-WINDOW:])  # the window
+        self._num_written = len(self._decode())  # characters of what it says
+        self._num_waiting = 0  # tokens since it last ended with a whole character
+        self._edge = 0  # where it may begin anew
         self._text = ""
-        self._stopped = False
+        self._stopped: str | None = None
 
-    def push(self, token_id: int) -> bool:
-        """Take a token; True if the text now holds a stop string, which is cut off."""
-        if self._stopped:
-            return True
-        self._ids.append(token_id)
-        piece = self._unwritten()
-        if piece.endswith(INCOMPLETE):
-            return False
-        if piece:
-            self._ids = self._ids[-WINDOW - 1 :]
-            self._num_written = len(self._ids)
-        self._write(piece)
-        return self._stopped
-
-    def _unwritten(self) -> str:
-        """What the tokens say that are not written yet."""
-        before = self._decode(self._ids[: self._num_written])
-        return self._decode(self._ids)[len(before) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         return text
 
+    def push(self, token_id: int) -> str | None:
+        """Take a token; the stop string, if the text now holds one: there it ends."""
+        if self._stopped is None:
+            self._ids.append(token_id)
+            said = self._decode()
+            end = len(said.rstrip(INCOMPLETE))
+            self._num_waiting = 0 if end == len(said) else self._num_waiting + 1
+            if self._num_waiting > 3:
+                end = max(end, len(said) - 3)
+            self._write(said[self._num_written : end])
+            self._num_written = max(self._num_written, end)
+            if not 0 < self._num_waiting <= 3:
+                self._move(len(said) - self._num_written)
+        return self._stopped
+
+    def _move(self, num_unwritten: int) -> None:
+        """Let the window begin where it could have begun a while ago."""
+        if len(self._ids) - self._edge >= WINDOW:
+            del self._ids[: self._edge]
+            self._num_written = len(self._decode()) - num_unwritten
+            self._edge = len(self._ids)
+
+    def piece(self, token_id: int) -> str:
+        """What one token says by itself, special tokens by their names."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+# %% [markdown]
+# ### A stop string that spans tokens
+#
+# The stop string may begin in one token and end in another, so the writer looks at the text, not
+# at tokens; and of the text, only at the end that is new. If two stop strings appear at once, the
+# text ends where the first of them begins.
+#
+# A stop string that ends in this token may have begun three tokens ago. Whoever streams has
+# printed its beginning by then, and cannot take it back. So while a request runs, its text stops
+# short of whatever *might* become a stop string.
+
+
+# %% export="tokenizer.py"
+class TextWriter(TextWriter):
     def _write(self, piece: str) -> None:
         seen = len(self._text)
         self._text += piece
-        for stop in self._stops:
-            at = self._text.find(stop, max(0, seen - len(stop) + 1))
-            if at >= 0:
-                self._text, self._stopped = self._text[:at], True
+        found = [
+            (at, stop)
+            for stop in self._stops
+            if (at := self._text.find(stop, max(0, seen - len(stop) + 1))) >= 0
+        ]
+        if found:
+            at, self._stopped = min(found)
+            self._text = self._text[:at]
 
     def text(self, finished: bool) -> str:
-        """The text so far; when finished, with what an incomplete end decodes to."""
-        if self._stopped or not finished:
+        """The text so far. While unfinished, what may be taken back is left out."""
+        if self._stopped is not None:
             return self._text
-        return self._text + self._unwritten()
+        if finished:  # with what an incomplete end decodes to
+            return self._text + self._decode()[self._num_written :]
+        return self._text[: len(self._text) - self._num_held()]
+
+    def _num_held(self) -> int:
+        """The length of the longest end of the text that begins a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        longest = min(longest, len(self._text))
+        return next(
+            (n for n in range(longest, 0, -1) if self._begins_stop(self._text[-n:])), 0
+        )
+
+    def _begins_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stops)
 
 
-# %%
+# %% name="spanning"
 writer = TextWriter(tokenizer, ids, SamplingParams(stop=["is, of"]))
-for i in tokenizer.encode("Paris is, of course, large").ids:
-    print(repr(tokenizer.decode([i])), end=" ")
-    if writer.push(i):
+for i in tokenizer.encode(" Paris is, is, of course, large").ids:
+    stop = writer.push(i)
+    print(f"{tokenizer.decode([i])!r:9} {writer.text(finished=False)!r}")
+    if stop:
         break
-print("->", repr(writer.text(finished=True)))
+print(f"stopped by {stop!r}: {writer.text(finished=True)!r}")
 
 # %% [markdown]
+# " Paris" ends in "is", which may be the beginning of the stop string, so the stream shows " Par"
+# for a moment. The first "is," is held back too, and comes out when another "is" follows it. The
+# second one never does.
+#
 # ## Which token?
 #
-# The logits give every token a score. At temperature 0 the answer is the largest, and no
-# division takes place: the formula divides by the temperature, the code must not. Above
-# it, the scores become probabilities, unlikely tokens are cut off (`top_k`, `top_p`,
-# `min_p`), and a die is thrown.
+# The logits give every token a score. Divide them by the temperature, and a softmax makes
+# probabilities of them. The lower the temperature, the more certain the likeliest token; and at
+# zero?
+
+# %% name="cold"
+for temperature in (1.0, 0.01, 1e-40, 0.0):
+    probs = torch.softmax(torch.tensor([20.0, 19.0, -3.0]) / temperature, dim=-1)
+    print(temperature, [f"{p:.2f}" for p in probs.tolist()])
+
+# %% [markdown]
+# The formula divides by the temperature, the code must not; and next to zero the division is as
+# bad. A logit of 20 over 1e-40 is infinite, one of 19 too, and the difference of two infinities
+# is not a number. So below 1e-5, vLLM's bound and ours, a request is greedy: the answer is the
+# largest logit, and nothing is divided. Two logits that differ by a thousandth are then at odds
+# of e^100 to 1. The die would not have fallen otherwise.
 #
+# Above it, the scores become probabilities, unlikely tokens are cut off, and a die is thrown.
 # Whose die? If all requests of a batch share one generator, a request's text depends on
 # who sits beside it, and on how often somebody was preempted. `seed=42` should mean the
-# same text, alone or in company. So there is no generator that lives on: each throw makes
-# one, seeded by the request's seed and the position of the token. A request that gives no
+# same text, alone or in company. So there is no generator that lives on. Each throw is one
+# number, a hash of the request's seed and the position of the token. A request that gives no
 # seed gets one from the engine's seed and its id.
 #
-# The draw itself is a race. Give each token an exponential waiting time whose rate is its
-# probability: each token arrives first with just that probability. Dividing probabilities
-# by noise and taking the largest is this race, without a cumulative sum over the vocabulary.
+# One number is enough for a whole vocabulary. Lay the probabilities end to end: they fill the
+# interval from 0 to 1, and the number falls into one of them. For a batch this is two steps for
+# all rows together, a cumulative sum and a search, where noise for each token of each row would
+# be 49,152 random numbers a row. The sum takes 64 bits: in 32, tokens less likely than a ten
+# millionth would vanish between the others.
 
 # %% export="sampling.py"
-"""From logits to token ids."""
+"""From logits to token ids, for a batch at once: each row as if it were alone."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from minivllm.batch import Chunk
-from minivllm.request import GREEDY_BELOW, SamplingParams
+from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
 from minivllm.runner import greedy
 
 
+def column(values: Iterable[float], like: Tensor) -> Tensor:
+    """One number for each row [rows, 1], where the logits are."""
+    return torch.tensor([*values], dtype=like.dtype, device=like.device)[:, None]
+
+
+def draw(weights: Tensor, points: Sequence[float]) -> Tensor:
+    """The token of each row [rows, vocab] in whose share the row's point falls.
+
+    Points are in [0, 1), as a part of the row's sum.
+    """
+    if weights.device.type == "mps":  # it has no 64-bit floats
+        weights = weights.cpu()
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(ends, column(points, ends) * ends[:, -1:], right=True)
+
+
+# %% [markdown]
+# A point that falls exactly on a border belongs to the token that begins there. So a token of
+# probability zero is never drawn, not even the first by a point of zero.
+
+# %% name="borders"
+print(draw(torch.tensor([[0.0, 0.5, 0.0, 0.5]] * 3), [0.0, 0.499, 0.5]).flatten())
+
+# %% [markdown]
+# Now the class. What asks for nothing special takes the short way: one largest logit for each
+# row, as in chapter 5. The other rows are gathered, bent by what their requests ask, and drawn
+# together.
+
+
+# %% export="sampling.py"
 class Sampler:
     """Chooses the next token of each request; reproducible whoever shares the batch."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
+    @torch.inference_mode()
     def __call__(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-        """Logits [chunks, vocab] -> one token id for each chunk; -1 for NaN."""
-        best = greedy(logits, chunks)
-        for i, chunk in enumerate(chunks):
-            if best[i] >= 0 and chunk.params.temperature >= GREEDY_BELOW:
-                best[i] = self._draw(logits[i].float().cpu(), chunk)
-        return best
+        """The rows that the chunks want [rows, vocab] -> a token for each that samples.
 
-    def _draw(self, logits: Tensor, chunk: Chunk) -> int:
-        """Draw from the kept tokens: divide by exponential noise, take the largest."""
-        weights = torch.softmax(keep_likely(logits, chunk.params), dim=-1)
-        noise = torch.empty_like(weights).exponential_(generator=self._generator(chunk))
-        return int((weights / noise).argmax())
+        It is -1 where the logits are not numbers. Logprobs are left on the chunks.
+        """
+        if any(chunk.num_scored for chunk in chunks):
+            logits, chunks = score_prompts(logits, chunks)
+        tokens = greedy(logits, chunks)
+        rows = [i for i, chunk in enumerate(chunks) if not is_plain(chunk.params)]
+        if rows:
+            chosen = self._choose(logits[rows], [chunks[i] for i in rows])
+            for i, token in zip(rows, chosen, strict=True):
+                tokens[i] = token if tokens[i] >= 0 else -1
+        if any(chunk.params.logprobs is not None for chunk in chunks):
+            score_tokens(logits, chunks, tokens)
+        return tokens
 
-    def _generator(self, chunk: Chunk) -> torch.Generator:
+    def _choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+        logits = bend(logits, chunks)
+        tokens = logits.argmax(-1)
+        rows = [i for i, c in enumerate(chunks) if c.params.temperature >= GREEDY_BELOW]
+        if rows:
+            likely = keep_likely(logits[rows], [chunks[i].params for i in rows])
+            points = [self._point(chunks[i]) for i in rows]
+            drawn = draw(torch.softmax(likely, dim=-1), points)
+            tokens[rows] = drawn[:, 0].to(tokens.device)
+        return [int(token) for token in tokens.tolist()]
+
+    def _point(self, chunk: Chunk) -> float:
+        """A number in [0, 1) that a seed and a position have, and nothing else."""
         own = chunk.params.seed
         name = (
             f"seed {own}"
@@ -803,45 +907,188 @@ class Sampler:
             else f"request {self.seed} {chunk.request_id}"
         )
         digest = blake2b(f"{name} at {chunk.end}".encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return (int.from_bytes(digest, "little") >> 12) / 2**52
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the largest logit is the answer."""
+    cold = params.temperature < GREEDY_BELOW
+    return cold and not (params.logit_bias or penalties(params))
 
 
 # %% [markdown]
-# Which tokens may be drawn at all? `min_p` keeps those at least that many times as likely as
-# the likeliest. `top_k` keeps the k likeliest of these. `top_p` takes what is left, likeliest
-# first, and keeps a token as long as those before it have not reached that much probability.
-# The order matters (it is vLLM's), and only the last of the three has to sort.
+# ### Penalties, and their order
+#
+# A small model likes to repeat itself. Four parameters bend the logits before anything else is
+# done with them, and greedy requests are bent too. First, `logit_bias` is added. Then comes
+# `repetition_penalty`, for every token that the prompt *or* the output contains: a positive logit
+# is divided by it, a negative one multiplied, so that both fall. Last, for tokens of the *output*
+# only, `frequency_penalty` is subtracted once for each occurrence and `presence_penalty` once for
+# all of them. The order is vLLM's, and it shows: a logit of 4, said twice, with penalties of 2
+# and 0.75, becomes [0.5](#penalties); subtracting first would make it 1.25.
+#
+# Each of these needs to know what was said so far. A table of counts beside each request would be
+# quick, and one more thing that a preemption can leave wrong. But the tokens are there already,
+# with their owner, and the chunk points at them. So we count anew in each step, which takes some
+# thirty microseconds for 500 tokens. Only tokens that occur are touched, not the whole vocabulary.
 
 
 # %% export="sampling.py"
-def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Scaled logits [vocab], with -inf for what min_p, top_k and top_p cut off."""
-    scaled = logits / params.temperature
-    if params.min_p > 0:
-        bound = scaled.max() + math.log(params.min_p)
-        scaled = scaled.masked_fill(scaled < bound, -math.inf)
-    if 0 < params.top_k < len(scaled):
-        bound = scaled.topk(params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < bound, -math.inf)
-    if params.top_p < 1:
-        ordered, order = scaled.sort(descending=True)
-        probs = torch.softmax(ordered, dim=-1)
-        late = probs.cumsum(-1) - probs >= params.top_p  # enough mass came before
-        scaled = scaled.index_fill(0, order[late], -math.inf)
+LARGEST_LOGIT = 1e30  # what a request asks for never makes a logit infinite
+
+
+def penalties(params: SamplingParams) -> tuple[float, float, float] | None:
+    """Repetition, frequency and presence penalty, if any of them does anything."""
+    found = (
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+    return None if found == (1, 0, 0) else found
+
+
+def bend(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """A copy of logits [rows, vocab] with biases, then penalties. Sums stay finite."""
+    bent = logits.float().clone()
+    biases = [
+        (row, token, bias)
+        for row, chunk in enumerate(chunks)
+        for token, bias in (chunk.params.logit_bias or {}).items()
+    ]
+    if biases:
+        rows, ids, sums = zip(*biases, strict=True)
+        bent[[*rows], [*ids]] += column(sums, bent)[:, 0]
+    penalised = [row for row, c in enumerate(chunks) if penalties(c.params)]
+    if penalised:
+        chosen = [chunks[row] for row in penalised]
+        bent[penalised] = penalise(bent[penalised], chosen)
+    return bent.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
+
+
+def penalise(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """Logits [rows, vocab] with the penalties of what is known in each row."""
+    size, flat = logits.shape[-1], logits.flatten()
+    places, counts = (found.to(flat.device) for found in count_tokens(chunks, size))
+    kinds = torch.tensor([penalties(c.params) for c in chunks]).to(flat)
+    repetition, frequency, presence = kinds[places // size].unbind(-1)
+    old = flat[places]
+    fallen = torch.where(old > 0, old / repetition, old * repetition)
+    flat[places] = fallen - frequency * counts - presence * (counts > 0)
+    return flat.view(logits.shape)
+
+
+def count_tokens(chunks: Sequence[Chunk], vocab: int) -> tuple[Tensor, Tensor]:
+    """Where each known token lies in flat logits, and how often it is in the output."""
+    known = [torch.frombuffer(c.known[: c.end], dtype=torch.int32) for c in chunks]
+    places = torch.cat([ids.long() + row * vocab for row, ids in enumerate(known)])
+    said = torch.cat([torch.arange(c.end) >= c.num_prompt for c in chunks])
+    found, where = torch.unique(places, return_inverse=True)
+    return found, torch.zeros(len(found)).index_add(0, where, said.float())
+
+
+# %% name="penalties"
+from array import array
+
+
+def ask(known: list[int], num_prompt: int, **options) -> Chunk:
+    """A chunk whose first tokens are the prompt, and the rest output."""
+    params = SamplingParams(temperature=0, **options)
+    given = array("i", known)
+    start = len(known) - 1
+    return Chunk("0", given[start:], start, [], 0, True, params, given, num_prompt)
+
+
+logits = torch.tensor([[4.0, 3.0, 2.0, -1.0]])
+for options in [
+    {},
+    {"repetition_penalty": 2.0},
+    {"frequency_penalty": 0.75},
+    {"presence_penalty": 0.75},
+    {"repetition_penalty": 2.0, "frequency_penalty": 0.75},
+    {"logit_bias": {3: 9.0}, "repetition_penalty": 2.0},
+]:
+    chunk = ask([3, 0, 0, 1], num_prompt=1, **options)
+    print(f"{bend(logits, [chunk])[0].tolist()!s:26}", options)
+
+# %% [markdown]
+# The prompt is token 3, the output 0, 0, 1. Only the repetition penalty looks at the prompt. Token
+# 0, said twice, pays the frequency penalty [twice](#penalties).
+#
+# A request may ask for a penalty of 1e-38, and its logits become infinite; `bend` stops them at a
+# size that no temperature can lift to infinity. That is more than tidiness: a row of
+# infinities has no probabilities, and the batch holds other people's requests. If the *model's*
+# logits are infinite or not a number, nobody can tell what it meant; the answer is -1, and the
+# step fails, instead of token 0 said in silence.
+#
+# ### What may be drawn at all
+#
+# `min_p` keeps the tokens at least that many times as likely as the likeliest. `top_k` keeps the
+# k likeliest of these. `top_p` takes what is left, likeliest first, and keeps a token as long as
+# those before it have not reached that much probability. The order matters (it is vLLM's). Each
+# cut is made for the rows that ask for it, all at once. Tokens that are exactly as likely as
+# the last one kept stay too, so that nothing depends on how a sort treats equals.
+#
+# `top_p` seems to need the whole vocabulary in order, and sorting it takes longer than all the
+# rest. But the mass is soon together. So we take the 1,024 likeliest, and more only if they do
+# not suffice.
+
+
+# %% export="sampling.py"
+def keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits [rows, vocab] over temperature, -inf for what a row's request cuts off."""
+    scaled = logits / column((p.temperature for p in params), logits)
+    size = logits.shape[-1]
+    cuts = (
+        (cut_min_p, [p.min_p for p in params], 0),
+        (cut_top_k, [max(p.top_k, 0) if p.top_k < size else 0 for p in params], 0),
+        (cut_top_p, [p.top_p for p in params], 1),
+    )
+    for cut, values, unset in cuts:
+        rows = [i for i, value in enumerate(values) if value != unset]
+        if rows:
+            wanted = column((values[i] for i in rows), scaled)
+            scaled[rows] = cut(scaled[rows], wanted)
     return scaled
 
 
-# %%
-from minivllm.request import encode_ids
+def cut_min_p(logits: Tensor, share: Tensor) -> Tensor:
+    """Keep what has at least this share of the likeliest token's probability."""
+    return drop_below(logits, logits.amax(-1, keepdim=True) + share.log())
 
+
+def cut_top_k(logits: Tensor, counts: Tensor) -> Tensor:
+    """Keep the likeliest tokens, as many as the row says."""
+    best = logits.topk(int(counts.max())).values
+    return drop_below(logits, best.gather(-1, counts.long() - 1))
+
+
+def cut_top_p(logits: Tensor, mass: Tensor, at_first: int = 1024) -> Tensor:
+    """Keep the likeliest tokens until their probabilities reach the mass."""
+    probs, size = torch.softmax(logits, dim=-1), at_first
+    while True:
+        best, order = probs.topk(min(size, logits.shape[-1]))
+        late = best.cumsum(-1) - best >= mass  # enough mass came before
+        if late[:, -1].all() or size >= logits.shape[-1]:
+            break
+        size *= 8
+    last = (~late).sum(-1, keepdim=True) - 1
+    return drop_below(logits, logits.gather(-1, order.gather(-1, last)))
+
+
+def drop_below(logits: Tensor, bounds: Tensor) -> Tensor:
+    """-inf for what lies below its row's bound."""
+    return logits.masked_fill(logits < bounds, -torch.inf)
+
+
+# %% name="draws"
 logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]])
 
 
-def draw(params: SamplingParams, times: int = 1000) -> list[int]:
+def draw_often(params: SamplingParams, times: int = 1000) -> list[int]:
     sampler = Sampler()
     counts = [0] * 4
     for position in range(times):
-        chunk = Chunk("0", encode_ids([0]), position, [], 0, True, params)
+        chunk = Chunk("0", array("i", [0]), position, [], 0, True, params)
         counts[sampler(logits, [chunk])[0]] += 1
     return counts
 
@@ -858,9 +1105,139 @@ for params in [
     SamplingParams(seed=1, top_p=0.5),
 ]:
     print(
-        draw(params),
+        draw_often(params),
         f"temperature={params.temperature} top_k={params.top_k} top_p={params.top_p}",
     )
+
+# %% [markdown]
+# The shares are about those expected, and the cuts leave what they should. And in company? The
+# same request, alone and between two others, one greedy and one without a seed:
+
+# %% name="company"
+logits = (3 * torch.arange(500).sin()).expand(3, -1)
+seeded = SamplingParams(seed=42)
+alone, between = [], []
+for position in range(8):
+    row = [
+        Chunk(str(name), array("i", [0]), position, [], 0, True, params)
+        for name, params in enumerate(
+            [SamplingParams(temperature=0), seeded, SamplingParams()]
+        )
+    ]
+    alone += Sampler()(logits[:1], row[1:2])
+    between.append(Sampler()(logits, row)[1])
+print("alone   ", alone)
+print("between ", between)
+
+# %% [markdown]
+# ### Logprobs of which distribution?
+#
+# A request may ask how likely its tokens were. But likely according to whom? The model gave one
+# distribution, and temperature, penalties and cuts made another. vLLM reports the model's own,
+# before any of that, and so do we: the number says something about the text, and the same text
+# has the same number whichever way it was drawn. So the sum over an answer (`cumulative_logprob`)
+# can be compared between two answers, and a greedy token at temperature 0 does not claim to have
+# been certain.
+#
+# `logprobs=2` asks for the two likeliest tokens of each position. The chosen one is always
+# reported, with its rank, so there may be three; `logprobs=0` reports it alone.
+
+
+# %% export="sampling.py"
+ROWS_AT_ONCE = 128  # bounds what a prompt's log-probabilities take in memory
+
+
+def logprobs_of(
+    logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
+) -> list[Logprobs]:
+    """The model's log-probabilities in each row [rows, vocab], by token id.
+
+    Of the row's `nums` likeliest tokens (-1: all), then of its own, with their ranks.
+    Raises `FloatingPointError` for a row that has none.
+    """
+    tables = []
+    for first in range(0, len(token_ids), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        tables += _tables(logits[part], token_ids[part], nums[part])
+    return tables
+
+
+def _tables(
+    logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
+) -> list[Logprobs]:
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    if not scores.amax(-1).isfinite().all():
+        raise FloatingPointError("the model's logits are not numbers")
+    ids = torch.tensor([*token_ids], device=scores.device)[:, None]
+    own = scores.gather(-1, ids)
+    ranks = (scores > own).sum(-1) + 1
+    counts = [scores.shape[-1] if num < 0 else num for num in nums]
+    best, order = scores.topk(max(counts))
+    rows = zip(token_ids, own[:, 0].tolist(), ranks.tolist(), strict=True)
+    likely = zip(counts, best.tolist(), order.tolist(), strict=True)
+    return [_table(*row, *liked) for row, liked in zip(rows, likely, strict=True)]
+
+
+def _table(
+    token: int, own: float, rank: int, num: int, best: list[float], order: list[int]
+) -> Logprobs:
+    pairs = enumerate(zip(order[:num], best, strict=False), 1)
+    likely = {i: Logprob(score, place) for place, (i, score) in pairs}
+    return likely | {token: Logprob(own, rank)}
+
+
+def score_tokens(
+    logits: Tensor, chunks: Sequence[Chunk], tokens: Sequence[int]
+) -> None:
+    """Leave the logprobs of the chosen tokens on the chunks that ask for them."""
+    rows = [row for row, token in enumerate(tokens) if token >= 0]
+    rows = [row for row in rows if chunks[row].params.logprobs is not None]
+    nums = [chunks[row].params.logprobs or 0 for row in rows]
+    found = logprobs_of(logits[rows], [tokens[row] for row in rows], nums)
+    for row, table in zip(rows, found, strict=True):
+        chunks[row].logprobs = table
+
+
+# %% name="logprobs"
+logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]])
+chunk = ask([0], 1, logprobs=2, logit_bias={3: 9.0})
+print("chosen:", Sampler()(logits, [chunk]))
+for token, entry in chunk.logprobs.items():
+    print(f"token {token}: rank {entry.rank}, probability {2.71828**entry.logprob:.2f}")
+
+# %% [markdown]
+# The bias made token 3 the answer, and the model still thought [0.03](#logprobs) of it.
+#
+# The same can be asked of the *prompt*: how likely was each of its tokens, given those before? The
+# answer costs more than it seems. The logits after every token are needed, not after the last
+# alone, and a cache keeps none. So such a request reads nothing from the prefix cache and waits
+# for nobody; what it computes is published like everybody else's. A chunk of 2,048 tokens makes
+# 2,048 rows of logits, with 49,152 numbers each: [402](#rows) MB. They are used up chunk by chunk,
+# and what is kept of a row is a small table.
+
+# %% name="rows"
+print(2048 * 49_152 * 4 // 10**6, "MB")
+
+
+# %% export="sampling.py"
+def score_prompts(
+    logits: Tensor, chunks: Sequence[Chunk]
+) -> tuple[Tensor, list[Chunk]]:
+    """Leave the prompts' logprobs on the chunks; return rows and chunks that sample.
+
+    A chunk's rows are those of the tokens that it scores, then its last if it samples.
+    """
+    sampling: list[int] = []
+    first = 0
+    for chunk in chunks:
+        end = first + chunk.num_scored
+        after = chunk.known[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
+        nums = [chunk.params.prompt_logprobs or 0] * chunk.num_scored
+        chunk.prompt_logprobs = logprobs_of(logits[first:end], after, nums)
+        sampling += [end] * chunk.samples
+        first = end + chunk.samples
+    return logits[sampling], [chunk for chunk in chunks if chunk.samples]
+
 
 # %% [markdown]
 # ## The answer
@@ -873,22 +1250,35 @@ from minivllm.runner import ModelRunner
 model = load_model(open_checkpoint("smollm2"), torch.device("cpu"), torch.float32)
 
 
-def continue_by_hand(model, num_tokens: int = 8) -> list[int]:
+def continue_by_hand(model, num_tokens: int = 8, **options) -> list[int]:
     runner = ModelRunner(model, num_pages=4, page_size=16, sampler=Sampler())
-    known, start = list(ids), 0
+    known, start = array("i", ids), 0
+    params = SamplingParams(temperature=0, **options)
     for _ in range(num_tokens):
-        cold = SamplingParams(temperature=0)
-        chunk = Chunk("0", encode_ids(known[start:]), start, [0], 0, True, cold)
+        new, pages = known[start:], [0, 1, 2, 3]
+        chunk = Chunk("0", new, start, pages, 0, True, params, known, len(ids))
         start = len(known)
-        known += runner.run([chunk])
-    return known
+        known.extend(runner.run([chunk]))
+    return known.tolist()
 
 
 known = continue_by_hand(model)
 print(tokenizer.decode(known))
 
 # %% [markdown]
-# And the model whose query and key rows were left as they lie in the file:
+# Left to go on, a greedy model repeats itself. A penalty sends it elsewhere:
+
+# %% name="again"
+for options in ({}, {"repetition_penalty": 1.3}, {"frequency_penalty": 2.0}):
+    longer = continue_by_hand(model, 40, **options)[len(ids) :]
+    print(f"{len(set(longer))} different tokens of {len(longer)}, {options}")
+    print("   ", repr(tokenizer.decode(longer)))
+
+# %% [markdown]
+# [19](#again) different tokens of 40 without a penalty, [38](#again) and [34](#again) with one. The
+# words are new. Nothing makes them true.
+#
+# And here is the model whose query and key rows were left as they lie in the file:
 
 # %%
 import copy
@@ -973,9 +1363,11 @@ print("GGUF and safetensors agree:", continue_by_hand(again) == known)
 # could use them for eight requests with the same read. Who decides which requests share a
 # step, and what happens when the pages run out in the middle? Chapter 7.
 #
-# ## Exercise
+# ## Exercises
 #
-# `keep_likely` compares the mass *before* a token with `top_p`. Suppose it compared the mass
+# ### Exercise 1
+#
+# `cut_top_p` compares the mass *before* a token with `top_p`. Suppose it compared the mass
 # up to and including the token instead. For probabilities 0.6, 0.3, 0.1 and `top_p=0.5`,
 # how many tokens would each rule keep?
 
@@ -993,3 +1385,46 @@ assert (kept_before, kept_including) == (1, 0)
 # The second rule keeps nothing: every logit becomes minus infinity, and the softmax of that
 # is not a number. With the first rule the likeliest token always stays, since nothing comes
 # before it.
+#
+# ### Exercise 2
+#
+# Two tokens have the logits 3 and 2. The first was said twice in the output, the second never.
+# With `repetition_penalty=1.5`, which is the smallest `frequency_penalty`, in steps of 0.05, that
+# makes the greedy choice change? Compute it by hand, then let `bend` say it.
+
+# %% tags=["solution"]
+said = torch.tensor([[3.0, 2.0]])
+smallest = 0.0
+while (
+    bend(
+        said, [ask([0, 0], 0, repetition_penalty=1.5, frequency_penalty=smallest)]
+    ).argmax()
+    == 0
+):
+    smallest = round(smallest + 0.05, 2)
+print(smallest)
+
+# %%
+assert smallest == 0.05
+
+# %% [markdown]
+# 3 / 1.5 is 2: a tie, which the first token wins, because the largest of equals is the one with
+# the smaller id. Any subtraction decides it.
+#
+# ### Exercise 3
+#
+# The stop strings are `"\n\n"` and `"\nUser:"`. The text ends with `"ok\n"`. How many of its
+# characters does the writer hold back, and how many when a `"U"` follows, and then an `"s"`, and
+# then a `"!"`?
+
+# %% tags=["solution"]
+writer = TextWriter(tokenizer, [], SamplingParams(stop=["\n\n", "\nUser:"]))
+held = []
+for piece in ("ok\n", "U", "s", "!"):
+    for i in tokenizer.encode(piece).ids:
+        writer.push(i)
+    held.append(len(writer.text(finished=True)) - len(writer.text(finished=False)))
+print(held)
+
+# %%
+assert held == [1, 2, 3, 0]

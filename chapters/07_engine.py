@@ -198,7 +198,9 @@ class RequestState:
 # %% [markdown]
 # From these follow four numbers that everybody asks for. `num_pending` hides a useful fact: a
 # request in the middle of its prompt has many pending tokens, a decoding one has exactly one,
-# and one that lost its pages has many again. The scheduler need not tell them apart.
+# and one that lost its pages has many again. The scheduler need not tell them apart. And there is
+# one request that must not find what others computed: a cache keeps keys and values, no logits,
+# and who asks for `prompt_logprobs` wants the logits of the whole prompt.
 
 
 # %% export="scheduler.py"
@@ -217,6 +219,12 @@ class RequestState(RequestState):
     def footprint_tokens(self) -> int:
         """K/V entries at the end: the last output token never gets one."""
         return len(self.request.prompt_token_ids) + self.max_output - 1
+
+    @property
+    def sought(self) -> "array[int]":
+        """The tokens to look up; none if the whole prompt's logits are wanted."""
+        scored = self.request.params.prompt_logprobs is not None
+        return array("i") if scored else self.tokens
 
     @property
     def order(self) -> tuple[int, int]:
@@ -411,7 +419,9 @@ class Scheduler(Scheduler):
         pages, shared = tuple(lease.pages), lease.num_shared + lease.num_borrowed
         samples = num_tokens == state.num_pending
         name, params = state.request.request_id, state.request.params
-        return Chunk(name, ids, start, pages, shared, samples, params)
+        num_prompt = len(state.request.prompt_token_ids)
+        placed = (name, ids, start, pages, shared, samples)
+        return Chunk(*placed, params, state.tokens, num_prompt)
 
 
 # %% [markdown]
@@ -521,8 +531,8 @@ class Scheduler(Scheduler):
         """Start a lease if the request fits; the size of its first chunk, or 0."""
         if self.admission == "reserve" and not self._reservable(state):
             return 0
-        match = self.cache.find(state.tokens, state.request.extra_key)
-        borrowed = self.announcer.find(state, match)
+        match = self.cache.find(state.sought, state.request.extra_key)
+        borrowed = self.announcer.find(state, match) if state.sought else []
         found = match.matched_len + len(borrowed) * self.cache.page_size
         cached = min(found, len(state.tokens) - 1)
         num_tokens = min(len(state.tokens) - cached, budget)
@@ -815,7 +825,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -824,6 +834,7 @@ from minivllm.events import Observer, ignore
 from minivllm.request import (
     CompletionOutput,
     ExtraKey,
+    Logprobs,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -840,7 +851,10 @@ class Runner(Protocol):
     """Executes a batch; a token for each chunk that samples, None for the others."""
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        """One forward pass. If it raises, no chunk of the batch is committed."""
+        """One forward pass. If it raises, no chunk of the batch is committed.
+
+        Logprobs that a chunk's params ask for are left on the chunk.
+        """
 
 
 # %% [markdown]
@@ -873,8 +887,11 @@ class WallClock:
 class Writer(Protocol):
     """The text of one request."""
 
-    def push(self, token_id: int) -> bool:
-        """Take an output token; True if the text is complete (a stop string)."""
+    def push(self, token_id: int) -> str | None:
+        """Take an output token; the stop string, if the text now holds one."""
+
+    def piece(self, token_id: int) -> str | None:
+        """What one token says by itself."""
 
     def text(self, finished: bool) -> str:
         """The text so far."""
@@ -883,9 +900,11 @@ class Writer(Protocol):
 class NoText:
     """The writer of an engine without a tokenizer."""
 
-    def push(self, token_id: int) -> bool:
+    def push(self, token_id: int) -> str | None:
         """Never stop."""
-        return False
+        return None
+
+    piece = push  # nothing
 
     def text(self, finished: bool) -> str:
         """Nothing."""
@@ -1026,7 +1045,11 @@ class Progress:
     metrics: RequestMetrics
     held: bool = False
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_ids: list[int] | None = None  # made once, at the first output
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+    cumulative_logprob: float = 0.0
 
 
 # %% export="engine.py"
@@ -1076,8 +1099,8 @@ class Engine(Engine):
         size, context = len(token_ids), self.limits.max_context
         if size == 0:
             raise ValueError("the prompt is empty")
-        for ids in (token_ids, params.stop_token_ids or ()):
-            self._check_ids(ids)
+        self._check_ids("the prompt", token_ids)
+        self._check_params(params)
         if size >= context:
             raise ValueError(
                 f"the prompt has {size} tokens and the model's context {context}: "
@@ -1092,12 +1115,21 @@ class Engine(Engine):
 
 # %% tags=["hide-input"] export="engine.py"
 class Engine(Engine):
-    def _check_ids(self, token_ids: TokenIds) -> None:
+    def _check_ids(self, where: str, token_ids: TokenIds) -> None:
         last_id = self.limits.vocab_size - 1
         if token_ids and (min(token_ids) < 0 or max(token_ids) > last_id):
             wrong = next(i for i in token_ids if not 0 <= i <= last_id)
             raise ValueError(
-                f"token id {wrong} is not in 0 to {last_id}, the vocabulary"
+                f"{where}: token id {wrong} is not in 0 to {last_id}, the vocabulary"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        most = self.limits.vocab_size
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("logit_bias", [*(params.logit_bias or ())])
+        if max(params.logprobs or 0, params.prompt_logprobs or 0) > most:
+            raise ValueError(
+                f"logprobs and prompt_logprobs must be at most {most}, the vocabulary"
             )
 
     def _check_footprint(self, num_tokens: int) -> None:
@@ -1161,7 +1193,7 @@ class Engine(Engine):
         state, request = progress.state, progress.state.request
         request_id, ids = request.request_id, request.prompt_token_ids
         self._live[request_id] = progress
-        role = self.coordinator.admit(request_id, ids, request.extra_key)
+        role = self._coordinator(progress).admit(request_id, ids, request.extra_key)
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
@@ -1170,9 +1202,14 @@ class Engine(Engine):
             self.scheduler.set_priority(leading, min(leading.priority, state.priority))
         self.observer("submit", request_id=request_id, held=progress.held)
 
+    def _coordinator(self, progress: Progress) -> Coordinator:
+        """Who looks nothing up waits for nobody, and nobody waits for it."""
+        return self.coordinator if progress.state.sought else Independent()
+
     def _hasten(self, leader: str) -> None:
         """A leader is as urgent as the most urgent of those who wait for it."""
-        names = [leader, *self.coordinator.waiting_for(leader)]
+        coordinator = self._coordinator(self._live[leader])
+        names = [leader, *coordinator.waiting_for(leader)]
         priority = min(self._live[name].state.request.priority for name in names)
         self.scheduler.set_priority(self._live[leader].state, priority)
 
@@ -1243,6 +1280,7 @@ class Engine(Engine):
         for chunk, token in zip(batch, tokens, strict=True):
             progress = self._live[chunk.request_id]
             self.scheduler.commit(progress.state, chunk)
+            self._note(progress, chunk, token)
             if token is not None:
                 self._append(progress, token)
                 advanced.append(progress)
@@ -1256,21 +1294,54 @@ class Engine(Engine):
         progress.finish_reason = self._why_last(progress, token)
 
 
+# %% [markdown]
+# An end token is no part of the text, so the writer never sees it. Whoever named it or a stop
+# string in the request is told which one it was; the model's own end tokens go without saying.
+
+
 # %% export="engine.py"
 class Engine(Engine):
     def _why_last(self, progress: Progress, token: int) -> str | None:
         """Why this output token is the last one; None if it is not."""
         state, params = progress.state, progress.state.request.params
+        if token in self.limits.eos_token_ids and not params.ignore_eos:
+            return "stop"
+        if token in (params.stop_token_ids or ()):
+            progress.stop_reason = token
+            return "stop"
         try:
-            if progress.writer.push(token):
-                return "stop"
+            progress.stop_reason = progress.writer.push(token)
         except Exception:  # it ends its own request and no other
             logger.exception("the text of a request cannot be written; it ends")
             return "error"
-        ends = () if params.ignore_eos else self.limits.eos_token_ids
-        if token in ends or token in (params.stop_token_ids or ()):
+        if progress.stop_reason:
             return "stop"
         return "length" if state.num_output >= state.max_output else None
+
+
+# %% [markdown]
+# Logprobs, if they were asked for, lie on the chunk. After a preemption a prompt is computed
+# again, perhaps in other chunks; each position is kept the first time.
+
+
+# %% export="engine.py"
+class Engine(Engine):
+    def _note(self, progress: Progress, chunk: Chunk, token: int | None) -> None:
+        """Keep the logprobs that a chunk brought, of each position once."""
+        prompt = progress.prompt_logprobs
+        for table in chunk.prompt_logprobs[len(prompt) - 1 - chunk.start :]:
+            prompt.append(self._spell(progress, table))
+        if token is not None and chunk.logprobs is not None:
+            progress.logprobs.append(self._spell(progress, chunk.logprobs))
+            progress.cumulative_logprob += chunk.logprobs[token].logprob
+
+    def _spell(self, progress: Progress, table: Logprobs) -> Logprobs:
+        try:
+            for token, entry in table.items():
+                entry.decoded_token = progress.writer.piece(token)
+        except Exception:  # it loses its own text and no other's
+            logger.exception("a token of a request cannot be written")
+        return table
 
 
 # %% [markdown]
@@ -1313,11 +1384,12 @@ class Engine(Engine):
 class Engine(Engine):
     def _tell(self, progress: Progress) -> None:
         request_id = progress.state.request.request_id
+        coordinator = self._coordinator(progress)
         if progress.state.num_output == 1:
-            self._release(self.coordinator.prefilled(request_id))
+            self._release(coordinator.prefilled(request_id))
             self._hasten(request_id)
         if progress.finish_reason:
-            self._release(self.coordinator.finished(request_id))
+            self._release(coordinator.finished(request_id))
 
     def _release(self, request_ids: Sequence[str]) -> None:
         """Let followers run: they queue at their place of arrival."""
@@ -1351,12 +1423,13 @@ class Engine(Engine):
     def _end(self, request_id: str, reason: str) -> Progress:
         """End a request before its time, and give back everything that it holds."""
         progress = self._live[request_id]
+        coordinator = self._coordinator(progress)
         with self._change():
             progress.finish_reason = reason
             if not progress.held:
                 self.scheduler.finish(progress.state, reason)
-            leader = self.coordinator.leader_of(request_id)
-            heir, released = self.coordinator.aborted(request_id)
+            leader = coordinator.leader_of(request_id)
+            heir, released = coordinator.aborted(request_id)
             if leads := heir or leader:  # by whom it is waited for has changed
                 self._hasten(leads)
             self._release([*([heir] if heir else []), *released])
@@ -1380,7 +1453,12 @@ class Engine(Engine):
     def _completion(self, index: int, progress: Progress) -> CompletionOutput:
         state, reason = progress.state, progress.finish_reason
         output_ids = state.tokens[len(state.request.prompt_token_ids) :].tolist()
-        return CompletionOutput(index, self._text(progress), output_ids, reason)
+        done = CompletionOutput(index, self._text(progress), output_ids, reason)
+        done.stop_reason = progress.stop_reason
+        if state.request.params.logprobs is not None:
+            done.logprobs = [*progress.logprobs]
+            done.cumulative_logprob = progress.cumulative_logprob
+        return done
 
     def _output(self, family: Sequence[Progress]) -> RequestOutput:
         head, finished = family[0], all(p.finish_reason for p in family)
@@ -1391,7 +1469,10 @@ class Engine(Engine):
         metrics = RequestMetrics(came, first, self.clock.now() if finished else None)
         done = [self._completion(i, progress) for i, progress in enumerate(family)]
         cached = head.state.num_cached_tokens or 0
-        return RequestOutput(head.name, prompt_ids, cached, done, finished, metrics)
+        told = RequestOutput(head.name, prompt_ids, cached, done, finished, metrics)
+        if head.state.request.params.prompt_logprobs is not None:
+            told.prompt_logprobs = [*head.prompt_logprobs]
+        return told
 
 
 # %% [markdown]

@@ -828,7 +828,7 @@ class WaitForPrefix:
         self, state: RequestState, num_cached: int, computing: Sequence[RequestState]
     ) -> bool:
         end = num_cached + self.min_pages * self.scheduler.cache.page_size
-        if end > len(state.tokens) or state.num_passed >= self.max_passes:
+        if end > len(state.sought) or state.num_passed >= self.max_passes:
             return False
         key, head = state.request.extra_key, state.tokens[:end]
         return any(
@@ -838,7 +838,7 @@ class WaitForPrefix:
 
     def _num_cached(self, state: RequestState) -> int:
         key = state.request.extra_key
-        return self.scheduler.cache.find(state.tokens, key).matched_len
+        return self.scheduler.cache.find(state.sought, key).matched_len
 
 
 def in_prompt(state: RequestState) -> bool:

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (e609df28): edit the chapter.
+# Exported from chapters/07_engine.py (6a6af9da): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from minivllm.events import Observer, ignore
 from minivllm.request import (
     CompletionOutput,
     ExtraKey,
+    Logprobs,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -33,7 +34,10 @@ class Runner(Protocol):
     """Executes a batch; a token for each chunk that samples, None for the others."""
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        """One forward pass. If it raises, no chunk of the batch is committed."""
+        """One forward pass. If it raises, no chunk of the batch is committed.
+
+        Logprobs that a chunk's params ask for are left on the chunk.
+        """
 
 
 class Clock(Protocol):
@@ -54,8 +58,11 @@ class WallClock:
 class Writer(Protocol):
     """The text of one request."""
 
-    def push(self, token_id: int) -> bool:
-        """Take an output token; True if the text is complete (a stop string)."""
+    def push(self, token_id: int) -> str | None:
+        """Take an output token; the stop string, if the text now holds one."""
+
+    def piece(self, token_id: int) -> str | None:
+        """What one token says by itself."""
 
     def text(self, finished: bool) -> str:
         """The text so far."""
@@ -64,9 +71,11 @@ class Writer(Protocol):
 class NoText:
     """The writer of an engine without a tokenizer."""
 
-    def push(self, token_id: int) -> bool:
+    def push(self, token_id: int) -> str | None:
         """Never stop."""
-        return False
+        return None
+
+    piece = push  # nothing
 
     def text(self, finished: bool) -> str:
         """Nothing."""
@@ -187,7 +196,11 @@ class Progress:
     metrics: RequestMetrics
     held: bool = False
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_ids: list[int] | None = None  # made once, at the first output
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+    cumulative_logprob: float = 0.0
 
 
 class Engine:
@@ -224,8 +237,8 @@ class Engine:
         size, context = len(token_ids), self.limits.max_context
         if size == 0:
             raise ValueError("the prompt is empty")
-        for ids in (token_ids, params.stop_token_ids or ()):
-            self._check_ids(ids)
+        self._check_ids("the prompt", token_ids)
+        self._check_params(params)
         if size >= context:
             raise ValueError(
                 f"the prompt has {size} tokens and the model's context {context}: "
@@ -237,12 +250,21 @@ class Engine:
         self._check_footprint(size + max_output - 1)
         return max_output
 
-    def _check_ids(self, token_ids: TokenIds) -> None:
+    def _check_ids(self, where: str, token_ids: TokenIds) -> None:
         last_id = self.limits.vocab_size - 1
         if token_ids and (min(token_ids) < 0 or max(token_ids) > last_id):
             wrong = next(i for i in token_ids if not 0 <= i <= last_id)
             raise ValueError(
-                f"token id {wrong} is not in 0 to {last_id}, the vocabulary"
+                f"{where}: token id {wrong} is not in 0 to {last_id}, the vocabulary"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        most = self.limits.vocab_size
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("logit_bias", [*(params.logit_bias or ())])
+        if max(params.logprobs or 0, params.prompt_logprobs or 0) > most:
+            raise ValueError(
+                f"logprobs and prompt_logprobs must be at most {most}, the vocabulary"
             )
 
     def _check_footprint(self, num_tokens: int) -> None:
@@ -291,7 +313,7 @@ class Engine:
         state, request = progress.state, progress.state.request
         request_id, ids = request.request_id, request.prompt_token_ids
         self._live[request_id] = progress
-        role = self.coordinator.admit(request_id, ids, request.extra_key)
+        role = self._coordinator(progress).admit(request_id, ids, request.extra_key)
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
@@ -300,9 +322,14 @@ class Engine:
             self.scheduler.set_priority(leading, min(leading.priority, state.priority))
         self.observer("submit", request_id=request_id, held=progress.held)
 
+    def _coordinator(self, progress: Progress) -> Coordinator:
+        """Who looks nothing up waits for nobody, and nobody waits for it."""
+        return self.coordinator if progress.state.sought else Independent()
+
     def _hasten(self, leader: str) -> None:
         """A leader is as urgent as the most urgent of those who wait for it."""
-        names = [leader, *self.coordinator.waiting_for(leader)]
+        coordinator = self._coordinator(self._live[leader])
+        names = [leader, *coordinator.waiting_for(leader)]
         priority = min(self._live[name].state.request.priority for name in names)
         self.scheduler.set_priority(self._live[leader].state, priority)
 
@@ -345,6 +372,7 @@ class Engine:
         for chunk, token in zip(batch, tokens, strict=True):
             progress = self._live[chunk.request_id]
             self.scheduler.commit(progress.state, chunk)
+            self._note(progress, chunk, token)
             if token is not None:
                 self._append(progress, token)
                 advanced.append(progress)
@@ -360,16 +388,36 @@ class Engine:
     def _why_last(self, progress: Progress, token: int) -> str | None:
         """Why this output token is the last one; None if it is not."""
         state, params = progress.state, progress.state.request.params
+        if token in self.limits.eos_token_ids and not params.ignore_eos:
+            return "stop"
+        if token in (params.stop_token_ids or ()):
+            progress.stop_reason = token
+            return "stop"
         try:
-            if progress.writer.push(token):
-                return "stop"
+            progress.stop_reason = progress.writer.push(token)
         except Exception:  # it ends its own request and no other
             logger.exception("the text of a request cannot be written; it ends")
             return "error"
-        ends = () if params.ignore_eos else self.limits.eos_token_ids
-        if token in ends or token in (params.stop_token_ids or ()):
+        if progress.stop_reason:
             return "stop"
         return "length" if state.num_output >= state.max_output else None
+
+    def _note(self, progress: Progress, chunk: Chunk, token: int | None) -> None:
+        """Keep the logprobs that a chunk brought, of each position once."""
+        prompt = progress.prompt_logprobs
+        for table in chunk.prompt_logprobs[len(prompt) - 1 - chunk.start :]:
+            prompt.append(self._spell(progress, table))
+        if token is not None and chunk.logprobs is not None:
+            progress.logprobs.append(self._spell(progress, chunk.logprobs))
+            progress.cumulative_logprob += chunk.logprobs[token].logprob
+
+    def _spell(self, progress: Progress, table: Logprobs) -> Logprobs:
+        try:
+            for token, entry in table.items():
+                entry.decoded_token = progress.writer.piece(token)
+        except Exception:  # it loses its own text and no other's
+            logger.exception("a token of a request cannot be written")
+        return table
 
     def _publish(self, batch: Sequence[Chunk], advanced: Sequence[Progress]) -> None:
         """First everything becomes visible, then those who waited for it are told."""
@@ -401,11 +449,12 @@ class Engine:
 
     def _tell(self, progress: Progress) -> None:
         request_id = progress.state.request.request_id
+        coordinator = self._coordinator(progress)
         if progress.state.num_output == 1:
-            self._release(self.coordinator.prefilled(request_id))
+            self._release(coordinator.prefilled(request_id))
             self._hasten(request_id)
         if progress.finish_reason:
-            self._release(self.coordinator.finished(request_id))
+            self._release(coordinator.finished(request_id))
 
     def _release(self, request_ids: Sequence[str]) -> None:
         """Let followers run: they queue at their place of arrival."""
@@ -428,12 +477,13 @@ class Engine:
     def _end(self, request_id: str, reason: str) -> Progress:
         """End a request before its time, and give back everything that it holds."""
         progress = self._live[request_id]
+        coordinator = self._coordinator(progress)
         with self._change():
             progress.finish_reason = reason
             if not progress.held:
                 self.scheduler.finish(progress.state, reason)
-            leader = self.coordinator.leader_of(request_id)
-            heir, released = self.coordinator.aborted(request_id)
+            leader = coordinator.leader_of(request_id)
+            heir, released = coordinator.aborted(request_id)
             if leads := heir or leader:  # by whom it is waited for has changed
                 self._hasten(leads)
             self._release([*([heir] if heir else []), *released])
@@ -450,7 +500,12 @@ class Engine:
     def _completion(self, index: int, progress: Progress) -> CompletionOutput:
         state, reason = progress.state, progress.finish_reason
         output_ids = state.tokens[len(state.request.prompt_token_ids) :].tolist()
-        return CompletionOutput(index, self._text(progress), output_ids, reason)
+        done = CompletionOutput(index, self._text(progress), output_ids, reason)
+        done.stop_reason = progress.stop_reason
+        if state.request.params.logprobs is not None:
+            done.logprobs = [*progress.logprobs]
+            done.cumulative_logprob = progress.cumulative_logprob
+        return done
 
     def _output(self, family: Sequence[Progress]) -> RequestOutput:
         head, finished = family[0], all(p.finish_reason for p in family)
@@ -461,7 +516,10 @@ class Engine:
         metrics = RequestMetrics(came, first, self.clock.now() if finished else None)
         done = [self._completion(i, progress) for i, progress in enumerate(family)]
         cached = head.state.num_cached_tokens or 0
-        return RequestOutput(head.name, prompt_ids, cached, done, finished, metrics)
+        told = RequestOutput(head.name, prompt_ids, cached, done, finished, metrics)
+        if head.state.request.params.prompt_logprobs is not None:
+            told.prompt_logprobs = [*head.prompt_logprobs]
+        return told
 
     @contextmanager
     def _change(self) -> Iterator[None]:

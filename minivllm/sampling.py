@@ -1,16 +1,31 @@
-# Exported from chapters/06_weights_and_words.py (35fc3ffe): edit the chapter.
-"""From logits to token ids."""
+# Exported from chapters/06_weights_and_words.py (aec9e537): edit the chapter.
+"""From logits to token ids, for a batch at once: each row as if it were alone."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from minivllm.batch import Chunk
-from minivllm.request import GREEDY_BELOW, SamplingParams
+from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
 from minivllm.runner import greedy
+
+
+def column(values: Iterable[float], like: Tensor) -> Tensor:
+    """One number for each row [rows, 1], where the logits are."""
+    return torch.tensor([*values], dtype=like.dtype, device=like.device)[:, None]
+
+
+def draw(weights: Tensor, points: Sequence[float]) -> Tensor:
+    """The token of each row [rows, vocab] in whose share the row's point falls.
+
+    Points are in [0, 1), as a part of the row's sum.
+    """
+    if weights.device.type == "mps":  # it has no 64-bit floats
+        weights = weights.cpu()
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(ends, column(points, ends) * ends[:, -1:], right=True)
 
 
 class Sampler:
@@ -19,21 +34,37 @@ class Sampler:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
+    @torch.inference_mode()
     def __call__(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-        """Logits [chunks, vocab] -> one token id for each chunk; -1 for NaN."""
-        best = greedy(logits, chunks)
-        for i, chunk in enumerate(chunks):
-            if best[i] >= 0 and chunk.params.temperature >= GREEDY_BELOW:
-                best[i] = self._draw(logits[i].float().cpu(), chunk)
-        return best
+        """The rows that the chunks want [rows, vocab] -> a token for each that samples.
 
-    def _draw(self, logits: Tensor, chunk: Chunk) -> int:
-        """Draw from the kept tokens: divide by exponential noise, take the largest."""
-        weights = torch.softmax(keep_likely(logits, chunk.params), dim=-1)
-        noise = torch.empty_like(weights).exponential_(generator=self._generator(chunk))
-        return int((weights / noise).argmax())
+        It is -1 where the logits are not numbers. Logprobs are left on the chunks.
+        """
+        if any(chunk.num_scored for chunk in chunks):
+            logits, chunks = score_prompts(logits, chunks)
+        tokens = greedy(logits, chunks)
+        rows = [i for i, chunk in enumerate(chunks) if not is_plain(chunk.params)]
+        if rows:
+            chosen = self._choose(logits[rows], [chunks[i] for i in rows])
+            for i, token in zip(rows, chosen, strict=True):
+                tokens[i] = token if tokens[i] >= 0 else -1
+        if any(chunk.params.logprobs is not None for chunk in chunks):
+            score_tokens(logits, chunks, tokens)
+        return tokens
 
-    def _generator(self, chunk: Chunk) -> torch.Generator:
+    def _choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+        logits = bend(logits, chunks)
+        tokens = logits.argmax(-1)
+        rows = [i for i, c in enumerate(chunks) if c.params.temperature >= GREEDY_BELOW]
+        if rows:
+            likely = keep_likely(logits[rows], [chunks[i].params for i in rows])
+            points = [self._point(chunks[i]) for i in rows]
+            drawn = draw(torch.softmax(likely, dim=-1), points)
+            tokens[rows] = drawn[:, 0].to(tokens.device)
+        return [int(token) for token in tokens.tolist()]
+
+    def _point(self, chunk: Chunk) -> float:
+        """A number in [0, 1) that a seed and a position have, and nothing else."""
         own = chunk.params.seed
         name = (
             f"seed {own}"
@@ -41,21 +72,181 @@ class Sampler:
             else f"request {self.seed} {chunk.request_id}"
         )
         digest = blake2b(f"{name} at {chunk.end}".encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return (int.from_bytes(digest, "little") >> 12) / 2**52
 
 
-def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Scaled logits [vocab], with -inf for what min_p, top_k and top_p cut off."""
-    scaled = logits / params.temperature
-    if params.min_p > 0:
-        bound = scaled.max() + math.log(params.min_p)
-        scaled = scaled.masked_fill(scaled < bound, -math.inf)
-    if 0 < params.top_k < len(scaled):
-        bound = scaled.topk(params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < bound, -math.inf)
-    if params.top_p < 1:
-        ordered, order = scaled.sort(descending=True)
-        probs = torch.softmax(ordered, dim=-1)
-        late = probs.cumsum(-1) - probs >= params.top_p  # enough mass came before
-        scaled = scaled.index_fill(0, order[late], -math.inf)
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the largest logit is the answer."""
+    cold = params.temperature < GREEDY_BELOW
+    return cold and not (params.logit_bias or penalties(params))
+
+
+LARGEST_LOGIT = 1e30  # what a request asks for never makes a logit infinite
+
+
+def penalties(params: SamplingParams) -> tuple[float, float, float] | None:
+    """Repetition, frequency and presence penalty, if any of them does anything."""
+    found = (
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+    return None if found == (1, 0, 0) else found
+
+
+def bend(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """A copy of logits [rows, vocab] with biases, then penalties. Sums stay finite."""
+    bent = logits.float().clone()
+    biases = [
+        (row, token, bias)
+        for row, chunk in enumerate(chunks)
+        for token, bias in (chunk.params.logit_bias or {}).items()
+    ]
+    if biases:
+        rows, ids, sums = zip(*biases, strict=True)
+        bent[[*rows], [*ids]] += column(sums, bent)[:, 0]
+    penalised = [row for row, c in enumerate(chunks) if penalties(c.params)]
+    if penalised:
+        chosen = [chunks[row] for row in penalised]
+        bent[penalised] = penalise(bent[penalised], chosen)
+    return bent.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
+
+
+def penalise(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """Logits [rows, vocab] with the penalties of what is known in each row."""
+    size, flat = logits.shape[-1], logits.flatten()
+    places, counts = (found.to(flat.device) for found in count_tokens(chunks, size))
+    kinds = torch.tensor([penalties(c.params) for c in chunks]).to(flat)
+    repetition, frequency, presence = kinds[places // size].unbind(-1)
+    old = flat[places]
+    fallen = torch.where(old > 0, old / repetition, old * repetition)
+    flat[places] = fallen - frequency * counts - presence * (counts > 0)
+    return flat.view(logits.shape)
+
+
+def count_tokens(chunks: Sequence[Chunk], vocab: int) -> tuple[Tensor, Tensor]:
+    """Where each known token lies in flat logits, and how often it is in the output."""
+    known = [torch.frombuffer(c.known[: c.end], dtype=torch.int32) for c in chunks]
+    places = torch.cat([ids.long() + row * vocab for row, ids in enumerate(known)])
+    said = torch.cat([torch.arange(c.end) >= c.num_prompt for c in chunks])
+    found, where = torch.unique(places, return_inverse=True)
+    return found, torch.zeros(len(found)).index_add(0, where, said.float())
+
+
+def keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits [rows, vocab] over temperature, -inf for what a row's request cuts off."""
+    scaled = logits / column((p.temperature for p in params), logits)
+    size = logits.shape[-1]
+    cuts = (
+        (cut_min_p, [p.min_p for p in params], 0),
+        (cut_top_k, [max(p.top_k, 0) if p.top_k < size else 0 for p in params], 0),
+        (cut_top_p, [p.top_p for p in params], 1),
+    )
+    for cut, values, unset in cuts:
+        rows = [i for i, value in enumerate(values) if value != unset]
+        if rows:
+            wanted = column((values[i] for i in rows), scaled)
+            scaled[rows] = cut(scaled[rows], wanted)
     return scaled
+
+
+def cut_min_p(logits: Tensor, share: Tensor) -> Tensor:
+    """Keep what has at least this share of the likeliest token's probability."""
+    return drop_below(logits, logits.amax(-1, keepdim=True) + share.log())
+
+
+def cut_top_k(logits: Tensor, counts: Tensor) -> Tensor:
+    """Keep the likeliest tokens, as many as the row says."""
+    best = logits.topk(int(counts.max())).values
+    return drop_below(logits, best.gather(-1, counts.long() - 1))
+
+
+def cut_top_p(logits: Tensor, mass: Tensor, at_first: int = 1024) -> Tensor:
+    """Keep the likeliest tokens until their probabilities reach the mass."""
+    probs, size = torch.softmax(logits, dim=-1), at_first
+    while True:
+        best, order = probs.topk(min(size, logits.shape[-1]))
+        late = best.cumsum(-1) - best >= mass  # enough mass came before
+        if late[:, -1].all() or size >= logits.shape[-1]:
+            break
+        size *= 8
+    last = (~late).sum(-1, keepdim=True) - 1
+    return drop_below(logits, logits.gather(-1, order.gather(-1, last)))
+
+
+def drop_below(logits: Tensor, bounds: Tensor) -> Tensor:
+    """-inf for what lies below its row's bound."""
+    return logits.masked_fill(logits < bounds, -torch.inf)
+
+
+ROWS_AT_ONCE = 128  # bounds what a prompt's log-probabilities take in memory
+
+
+def logprobs_of(
+    logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
+) -> list[Logprobs]:
+    """The model's log-probabilities in each row [rows, vocab], by token id.
+
+    Of the row's `nums` likeliest tokens (-1: all), then of its own, with their ranks.
+    Raises `FloatingPointError` for a row that has none.
+    """
+    tables = []
+    for first in range(0, len(token_ids), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        tables += _tables(logits[part], token_ids[part], nums[part])
+    return tables
+
+
+def _tables(
+    logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
+) -> list[Logprobs]:
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    if not scores.amax(-1).isfinite().all():
+        raise FloatingPointError("the model's logits are not numbers")
+    ids = torch.tensor([*token_ids], device=scores.device)[:, None]
+    own = scores.gather(-1, ids)
+    ranks = (scores > own).sum(-1) + 1
+    counts = [scores.shape[-1] if num < 0 else num for num in nums]
+    best, order = scores.topk(max(counts))
+    rows = zip(token_ids, own[:, 0].tolist(), ranks.tolist(), strict=True)
+    likely = zip(counts, best.tolist(), order.tolist(), strict=True)
+    return [_table(*row, *liked) for row, liked in zip(rows, likely, strict=True)]
+
+
+def _table(
+    token: int, own: float, rank: int, num: int, best: list[float], order: list[int]
+) -> Logprobs:
+    pairs = enumerate(zip(order[:num], best, strict=False), 1)
+    likely = {i: Logprob(score, place) for place, (i, score) in pairs}
+    return likely | {token: Logprob(own, rank)}
+
+
+def score_tokens(
+    logits: Tensor, chunks: Sequence[Chunk], tokens: Sequence[int]
+) -> None:
+    """Leave the logprobs of the chosen tokens on the chunks that ask for them."""
+    rows = [row for row, token in enumerate(tokens) if token >= 0]
+    rows = [row for row in rows if chunks[row].params.logprobs is not None]
+    nums = [chunks[row].params.logprobs or 0 for row in rows]
+    found = logprobs_of(logits[rows], [tokens[row] for row in rows], nums)
+    for row, table in zip(rows, found, strict=True):
+        chunks[row].logprobs = table
+
+
+def score_prompts(
+    logits: Tensor, chunks: Sequence[Chunk]
+) -> tuple[Tensor, list[Chunk]]:
+    """Leave the prompts' logprobs on the chunks; return rows and chunks that sample.
+
+    A chunk's rows are those of the tokens that it scores, then its last if it samples.
+    """
+    sampling: list[int] = []
+    first = 0
+    for chunk in chunks:
+        end = first + chunk.num_scored
+        after = chunk.known[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
+        nums = [chunk.params.prompt_logprobs or 0] * chunk.num_scored
+        chunk.prompt_logprobs = logprobs_of(logits[first:end], after, nums)
+        sampling += [end] * chunk.samples
+        first = end + chunk.samples
+    return logits[sampling], [chunk for chunk in chunks if chunk.samples]

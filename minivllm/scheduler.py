@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (0042ee75): edit the chapter.
+# Exported from chapters/07_engine.py (80562bad): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -55,6 +55,12 @@ class RequestState:
     def footprint_tokens(self) -> int:
         """K/V entries at the end: the last output token never gets one."""
         return len(self.request.prompt_token_ids) + self.max_output - 1
+
+    @property
+    def sought(self) -> array[int]:
+        """The tokens to look up; none if the whole prompt's logits are wanted."""
+        scored = self.request.params.prompt_logprobs is not None
+        return array("i") if scored else self.tokens
 
     @property
     def order(self) -> tuple[int, int]:
@@ -206,7 +212,9 @@ class Scheduler:
         pages, shared = tuple(lease.pages), lease.num_shared + lease.num_borrowed
         samples = num_tokens == state.num_pending
         name, params = state.request.request_id, state.request.params
-        return Chunk(name, ids, start, pages, shared, samples, params)
+        num_prompt = len(state.request.prompt_token_ids)
+        placed = (name, ids, start, pages, shared, samples)
+        return Chunk(*placed, params, state.tokens, num_prompt)
 
     def _admit(self, budget: int) -> list[Chunk]:
         batch: list[Chunk] = []
@@ -237,8 +245,8 @@ class Scheduler:
         """Start a lease if the request fits; the size of its first chunk, or 0."""
         if self.admission == "reserve" and not self._reservable(state):
             return 0
-        match = self.cache.find(state.tokens, state.request.extra_key)
-        borrowed = self.announcer.find(state, match)
+        match = self.cache.find(state.sought, state.request.extra_key)
+        borrowed = self.announcer.find(state, match) if state.sought else []
         found = match.matched_len + len(borrowed) * self.cache.page_size
         cached = min(found, len(state.tokens) - 1)
         num_tokens = min(len(state.tokens) - cached, budget)

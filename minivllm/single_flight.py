@@ -1,4 +1,4 @@
-# Exported from chapters/10_single_flight.py (6411c4ef): edit the chapter.
+# Exported from chapters/10_single_flight.py (f3edfba3): edit the chapter.
 """Requests with one input wait for one of them to compute its prefix."""
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class WaitForPrefix:
         self, state: RequestState, num_cached: int, computing: Sequence[RequestState]
     ) -> bool:
         end = num_cached + self.min_pages * self.scheduler.cache.page_size
-        if end > len(state.tokens) or state.num_passed >= self.max_passes:
+        if end > len(state.sought) or state.num_passed >= self.max_passes:
             return False
         key, head = state.request.extra_key, state.tokens[:end]
         return any(
@@ -219,7 +219,7 @@ class WaitForPrefix:
 
     def _num_cached(self, state: RequestState) -> int:
         key = state.request.extra_key
-        return self.scheduler.cache.find(state.tokens, key).matched_len
+        return self.scheduler.cache.find(state.sought, key).matched_len
 
     def plan(self, waiting: Sequence[RequestState]) -> Sequence[RequestState]:
         """Who need not wait; after one that waits, who is through in this step."""

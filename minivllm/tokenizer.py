@@ -1,5 +1,7 @@
-# Exported from chapters/06_weights_and_words.py (59dee99f): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (c6a969fc): edit the chapter.
 """Text to token ids and back."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Sequence
@@ -92,7 +94,7 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
-WINDOW = 6  # tokens of context for the next one
+WINDOW = 9  # tokens of context for the next one
 INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a character yet
 
 
@@ -104,46 +106,71 @@ class TextWriter:
     ) -> None:
         self._tokenizer = tokenizer
         self._stops: Sequence[str] = tuple(params.stop or ())
-        self._ids = list(
-            prompt_ids[-WINDOW:]
-        )  # the window, and what is not written yet
-        self._num_written = len(self._ids)
+        self._ids = list(prompt_ids[-WINDOW:])  # the window
+        self._num_written = len(self._decode())  # characters of what it says
+        self._num_waiting = 0  # tokens since it last ended with a whole character
+        self._edge = 0  # where it may begin anew
         self._text = ""
-        self._stopped = False
+        self._stopped: str | None = None
 
-    def push(self, token_id: int) -> bool:
-        """Take a token; True if the text now holds a stop string, which is cut off."""
-        if self._stopped:
-            return True
-        self._ids.append(token_id)
-        piece = self._unwritten()
-        if piece.endswith(INCOMPLETE):
-            return False
-        if piece:
-            self._ids = self._ids[-WINDOW - 1 :]
-            self._num_written = len(self._ids)
-        self._write(piece)
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return text
+
+    def push(self, token_id: int) -> str | None:
+        """Take a token; the stop string, if the text now holds one: there it ends."""
+        if self._stopped is None:
+            self._ids.append(token_id)
+            said = self._decode()
+            end = len(said.rstrip(INCOMPLETE))
+            self._num_waiting = 0 if end == len(said) else self._num_waiting + 1
+            if self._num_waiting > 3:
+                end = max(end, len(said) - 3)
+            self._write(said[self._num_written : end])
+            self._num_written = max(self._num_written, end)
+            if not 0 < self._num_waiting <= 3:
+                self._move(len(said) - self._num_written)
         return self._stopped
 
-    def _unwritten(self) -> str:
-        """What the tokens say that are not written yet."""
-        before = self._decode(self._ids[: self._num_written])
-        return self._decode(self._ids)[len(before) :]
+    def _move(self, num_unwritten: int) -> None:
+        """Let the window begin where it could have begun a while ago."""
+        if len(self._ids) - self._edge >= WINDOW:
+            del self._ids[: self._edge]
+            self._num_written = len(self._decode()) - num_unwritten
+            self._edge = len(self._ids)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+    def piece(self, token_id: int) -> str:
+        """What one token says by itself, special tokens by their names."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
     def _write(self, piece: str) -> None:
         seen = len(self._text)
         self._text += piece
-        for stop in self._stops:
-            at = self._text.find(stop, max(0, seen - len(stop) + 1))
-            if at >= 0:
-                self._text, self._stopped = self._text[:at], True
+        found = [
+            (at, stop)
+            for stop in self._stops
+            if (at := self._text.find(stop, max(0, seen - len(stop) + 1))) >= 0
+        ]
+        if found:
+            at, self._stopped = min(found)
+            self._text = self._text[:at]
 
     def text(self, finished: bool) -> str:
-        """The text so far; when finished, with what an incomplete end decodes to."""
-        if self._stopped or not finished:
+        """The text so far. While unfinished, what may be taken back is left out."""
+        if self._stopped is not None:
             return self._text
-        return self._text + self._unwritten()
+        if finished:  # with what an incomplete end decodes to
+            return self._text + self._decode()[self._num_written :]
+        return self._text[: len(self._text) - self._num_held()]
+
+    def _num_held(self) -> int:
+        """The length of the longest end of the text that begins a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        longest = min(longest, len(self._text))
+        return next(
+            (n for n in range(longest, 0, -1) if self._begins_stop(self._text[-n:])), 0
+        )
+
+    def _begins_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stops)

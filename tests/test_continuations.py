@@ -30,7 +30,7 @@ class EndsAfter(NoText):
 
     def push(self, token_id):
         self.left -= 1
-        return self.left == 0
+        return "the end" if self.left == 0 else None
 
 
 def ends_after(engine, *numbers):
@@ -180,7 +180,7 @@ def test_each_has_a_seed_within_the_bounds():
     assert SamplingParams(seed=2**64).of_continuation(0).seed == 2**64
     last = SamplingParams(seed=2**64 - 1, n=2).of_continuation(1)
     assert last.seed == 2**64
-    with pytest.raises(ValueError, match="the last of 2 seeds must be at most 2"):
+    with pytest.raises(ValueError, match="seed must leave room for 2 up to 2"):
         SamplingParams(seed=2**64, n=2)
     with pytest.raises(ValueError, match="seed must be a whole number, not 'x'"):
         SamplingParams(seed="x")

@@ -5,16 +5,24 @@ any more the test fails too, so no mutant can be lost when the code changes.
 """
 
 import inspect
+import math
 import textwrap
 from collections.abc import Callable
 
 import pytest
+import test_output
 import test_pages
 import test_radix
+import test_sampling
+import test_text
 
-from minivllm import hashing, prefix_cache, radix
+from minivllm import hashing, prefix_cache, radix, sampling
+from minivllm.engine import Engine
 from minivllm.prefix_cache import HashIndex, PrefixCache
 from minivllm.radix import RadixCache
+from minivllm.sampling import Sampler
+from minivllm.scheduler import Scheduler
+from minivllm.tokenizer import TextWriter
 
 
 def compare_with_the_twin():
@@ -36,6 +44,13 @@ def both_duplicates():
 def both_pins():
     for index in ("radix", "hash"):
         test_pages.test_a_match_pins_before_anything_can_evict(index)
+
+
+def a_scored_prompt():
+    for flights in ("none", "completion"):
+        test_output.test_a_scored_prompt_reads_no_cache_and_fills_it(
+            "radix", "step", flights
+        )
 
 
 # name: (owner, method, what the source says, what the mutant says, who must notice)
@@ -193,6 +208,94 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
         "if not going <= self._out:",
         "if False:",
         lambda: test_pages.test_a_bad_free_frees_nothing([0, 3]),
+    ),
+    "the prompt counted as output": (
+        sampling,
+        "count_tokens",
+        "torch.arange(c.end) >= c.num_prompt",
+        "torch.arange(c.end) >= 0",
+        test_sampling.test_the_prompt_counts_for_repetition_only,
+    ),
+    "a negative logit divided": (
+        sampling,
+        "penalise",
+        "old > 0",
+        "old > -torch.inf",
+        test_sampling.test_repetition_penalty_is_that_of_transformers,
+    ),
+    "infinite logits after a penalty": (
+        sampling,
+        "bend",
+        ".clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)",
+        "",
+        lambda: test_sampling.test_nonsense_hurts_nobody_else(
+            {"logit_bias": dict.fromkeys(range(4), -math.inf)}, 1.0
+        ),
+    ),
+    "a token of no probability drawn": (
+        sampling,
+        "draw",
+        "right=True",
+        "right=False",
+        test_sampling.test_a_share_of_nothing_is_never_drawn,
+    ),
+    "one point for all positions": (
+        Sampler,
+        "_point",
+        " at {chunk.end}",
+        "",
+        test_sampling.test_a_draw_depends_on_seed_and_position_only,
+    ),
+    "a thousand tokens are enough for anybody": (
+        sampling,
+        "cut_top_p",
+        "late[:, -1].all() or ",
+        "True or ",
+        test_sampling.test_the_first_thousand_are_not_enough,
+    ),
+    "a prompt scored again after a preemption": (
+        Engine,
+        "_note",
+        "len(prompt) - 1 - chunk.start",
+        "0",
+        lambda: test_output.test_nothing_is_reported_twice_after_a_preemption(
+            5, "step"
+        ),
+    ),
+    "a scored prompt that matches": (
+        Scheduler,
+        "_try_admit",
+        "state.sought, state",
+        "state.tokens, state",
+        a_scored_prompt,
+    ),
+    "a scored prompt that waits": (
+        Engine,
+        "_coordinator",
+        " if progress.state.sought else Independent()",
+        "",
+        a_scored_prompt,
+    ),
+    "a stream that shows what is taken back": (
+        TextWriter,
+        "text",
+        "- self._num_held()",
+        "",
+        test_text.test_a_stream_is_never_taken_back,
+    ),
+    "half a character written": (
+        TextWriter,
+        "push",
+        "self._num_waiting > 3",
+        "self._num_waiting > 0",
+        test_text.test_any_text_comes_through,
+    ),
+    "a window that begins within a character": (
+        TextWriter,
+        "push",
+        "if not 0 < self._num_waiting <= 3:",
+        "if True:",
+        test_text.test_any_text_comes_through,
     ),
 }
 

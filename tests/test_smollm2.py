@@ -267,6 +267,25 @@ def test_stop_strings_and_text(make_llm):
     assert whole.token_ids[: len(cut.outputs[0].token_ids)] == cut.outputs[0].token_ids
 
 
+def test_logprobs_spell_their_tokens(make_llm):
+    """The words of prompt and answer are there, and likely; so is what stood second."""
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0)
+    [output] = make_llm(num_pages=32).generate(["The capital of France is"], params)
+    [answer] = output.outputs
+    assert answer.text.startswith(" Paris")
+    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+    said = [table[token] for token, table in pairs]
+    assert "".join(entry.decoded_token for entry in said) == answer.text
+    assert all(entry.rank == 1 and entry.logprob < 0 for entry in said)
+    assert all(len(table) == 2 for table in answer.logprobs)
+    ids = output.prompt_token_ids
+    prompt = [
+        table[token].decoded_token
+        for token, table in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+    assert prompt == [" capital", " of", " France", " is"]
+
+
 def test_sixteen_bit(smollm2, make_llm):
     """bfloat16 and float16 run on the CPU and find Paris."""
     from minivllm.loader import load_model
