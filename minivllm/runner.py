@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (439196c4): edit the chapter.
+# Exported from chapters/05_model.py (689ce1db): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> i
 
 
 def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-    """Choose the token with the largest logit; -1 where the logits are not numbers."""
+    """Choose the token with the largest logit; -1 unless that is a finite number."""
+    assert len(logits) == len(chunks), "scoring a prompt takes chapter 6's sampler"
     best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
-    best = best.masked_fill(logits.gather(-1, best).isnan(), -1)
-    return cast(list[int], best[:, 0].tolist())
+    largest = logits.gather(-1, best)
+    broken = (largest - largest).isnan()  # so is infinity minus infinity
+    return cast(list[int], best.masked_fill(broken, -1)[:, 0].tolist())
 
 
 class ModelRunner:
@@ -47,7 +49,7 @@ class ModelRunner:
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
-        wanted = [chunk for chunk in chunks if chunk.samples]
+        wanted = [chunk for chunk in chunks if chunk.samples or chunk.num_scored]
         tokens = self.sampler(logits, wanted) if wanted else []
         if min(tokens, default=0) < 0:
             raise FloatingPointError("the model's logits are not numbers")
@@ -56,16 +58,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits after each sampling chunk's last token [samples, vocab]."""
+        """Logits after the tokens that chunks score, and their last if they sample."""
         plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
         ids = torch.tensor(
             [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long
         )
-        ends = [
-            placed.rows.stop - 1
-            for chunk, placed in zip(chunks, plan.chunks, strict=True)
-            if chunk.samples
-        ]
-        rows = torch.tensor(ends, dtype=torch.long).to(self.device)
+        wanted: list[int] = []
+        for chunk, placed in zip(chunks, plan.chunks, strict=True):
+            first, end = placed.rows.start, placed.rows.stop
+            wanted += range(first, first + chunk.num_scored)
+            wanted += [end - 1] * chunk.samples
+        rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = read_together(plan, self.page_size, self.memory[0].keys)
         return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
