@@ -26,9 +26,9 @@
 # %% export="options.py"
 """Every choice that the engine offers, by name, documented once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from minivllm.engine import (
     Engine,
@@ -43,6 +43,7 @@ from minivllm.grouping import TIERS, LongestPrefix, SharedPrefix, check_tiers
 from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
+from minivllm.request import SamplingParams
 from minivllm.scheduler import ADMISSIONS, ArrivalOrder, Grouping, Scheduler
 from minivllm.single_flight import (
     RELEASES,
@@ -170,6 +171,44 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
         offered = ", ".join(sorted(known))
         raise ValueError(f"unknown option {unknown[0]!r} (known: {offered})")
     return EngineOptions(**options)
+
+
+# %% [markdown]
+# The command line has an option for each of these, and for the fields of `SamplingParams`. Both
+# lists are read off the classes; only the words of help for sampling stand here.
+
+# %% export="options.py"
+SAMPLING = {  # fields of `SamplingParams` that a command line can give, and their help
+    "max_tokens": "Output tokens at most.",
+    "temperature": "0 is greedy; higher is more varied.",
+    "top_k": "Draw from the k likeliest tokens; 0: all.",
+    "top_p": "Draw from the likeliest tokens with this much probability.",
+    "min_p": "Least probability of a token, as a share of the likeliest.",
+    "repetition_penalty": "Above 1: tokens that were there before become unlikelier.",
+    "presence_penalty": "Taken from the logit of each token that was generated.",
+    "frequency_penalty": "The same, for each time it was generated.",
+    "n": "Continuations of each prompt.",
+    "stop": "End the text before this; repeat for more.",
+    "stop_token_ids": "End after this token; repeat for more.",
+    "ignore_eos": "Go on after the model's own end tokens.",
+    "logprobs": "Report this many likely tokens beside each chosen one.",
+    "prompt_logprobs": "The same for the tokens of the prompt.",
+}
+LISTS = {"stop": list[str] | None, "stop_token_ids": list[int] | None}
+
+
+def documented() -> Iterator[tuple[str, Any, Any, str]]:
+    """Name, type, default and help of each option: sampling first, then the engine."""
+    hints = get_type_hints(SamplingParams) | LISTS
+    for each in fields(SamplingParams):
+        if words := SAMPLING.get(each.name):
+            yield each.name, hints[each.name], each.default, words
+    hints = get_type_hints(EngineOptions)
+    for each in fields(EngineOptions):
+        words = each.metadata["help"]
+        if each.name in CHOICES:
+            words += f" One of {', '.join(CHOICES[each.name])}."
+        yield each.name, hints[each.name], each.default, words
 
 
 # %%
@@ -871,23 +910,26 @@ draw_tree(
 # %% [markdown]
 # ## A command line
 #
-# The same engine without Python. The options of the engine are read off `EngineOptions`, so
-# that the two cannot drift apart. Nothing here imports torch before it must: `--help` should
-# not wait for it. And a mistake is answered by one line that names it, and exit code 2. A
-# traceback tells the story of our code; the reader of the message is interested in theirs.
+# The same engine without Python. Every command that runs a model takes the same options, and
+# they are read off the two classes, so that nothing can drift apart. Nothing here imports torch
+# before it must: `--help` should not wait for it. And a mistake is answered by one line that
+# names it, and exit code 2. A traceback tells the story of our code; the reader of the message
+# is interested in theirs.
 
 # %% export="cli.py"
-"""The command line: `minivllm generate`."""
+"""The command line: what all commands share, and `minivllm generate`."""
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
+from pathlib import Path
 from pkgutil import iter_modules
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -898,79 +940,145 @@ SCHEMA_VERSION = 1  # of every JSON output
 app = typer.Typer(
     name="minivllm",
     help="An LLM inference engine that reuses work.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command's `**options` take one option for each field of `EngineOptions`."""
-    hints = get_type_hints(EngineOptions)
-    own = [p for p in signature(command).parameters.values() if p.kind != p.VAR_KEYWORD]
-    for each in fields(EngineOptions):
-        words: list[str] = [each.metadata["help"]]
-        if each.name in CHOICES:
-            words.append(f"One of {', '.join(CHOICES[each.name])}.")
-        given = typer.Option(help=" ".join(words))
-        kind = Annotated[hints[each.name], given]  # type: ignore[valid-type, name-defined]
-        parameter = Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default)
-        own.append(parameter.replace(annotation=kind))
-    public = signature(command).replace(parameters=own)
-    command.__signature__ = public  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in own}
-    return command
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, no bars.")]
 
 
 # %% [markdown]
-# The command itself: what to continue, how to sample, and the engine's options.
+# A service is not started by hand: its settings come from the environment, or from a file that
+# lies beside it. So `--page-size 32` can also be said as `MINIVLLM_PAGE_SIZE=32`, or as
+# `page_size = 32` in a TOML file. The nearest to the hand wins: the command line, then the
+# environment, then the file, then the default. A misspelt key in a file is refused; it would
+# otherwise be a setting that somebody believes in.
 
 
 # %% export="cli.py"
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Let a TOML file give the defaults. `ValueError` names the file and the key."""
+    if path is None or context.resilient_parsing:
+        return path
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    known = {"model", *(name for name, *_ in documented())}
+    values = {key.replace("-", "_"): value for key, value in given.items()}
+    if unknown := [key for key in given if key.replace("-", "_") not in known]:
+        offered = ", ".join(sorted(known))
+        raise ValueError(f"{path}: unknown key {unknown[0]!r} (known: {offered})")
+    takers: dict[Any, Any] = {p.name: p for p in context.command.params}
+    context.default_map = {}
+    for name in takers.keys() & values.keys():
+        value = values[name]  # as text, so that it is read as on the command line
+        plain = [str(v) for v in value] if isinstance(value, list) else str(value)
+        try:
+            takers[name].process_value(context, plain)
+        except typer.TyperException as error:
+            raise ValueError(f"{path}: {name}: {error.message}") from None
+        context.default_map[name] = plain
+    return path
+
+
+# %% [markdown]
+# A command declares what is its own, and `**options`. This decorator puts the rest into its
+# signature, where typer finds it: the model, the file, and one option for each field, with its
+# variable, and its choices for the shell to complete.
+
+
+# %% export="cli.py"
+CONFIG = typer.Option(
+    help="A TOML file of options. They may also be set as MINIVLLM_PAGE_SIZE=32.",
+    callback=read_config,
+    envvar="MINIVLLM_CONFIG",
+    show_envvar=False,
+    is_eager=True,
+    expose_value=False,
+)
+MODEL = "smollm2, a folder, a .gguf file or a hub id."
+Command = Callable[..., None]
+
+
+def with_options(**defaults: Any) -> Callable[[Command], Command]:
+    """Let a command's `**options` take model, sampling and engine, and `--config`.
+
+    `defaults` are those of this command where they are not the usual ones.
+    """
+
+    def decorate(command: Command) -> Command:
+        signed = signature(command)
+        own = [p for p in signed.parameters.values() if p.kind != p.VAR_KEYWORD]
+        own.append(_parameter("config", Path | None, None, CONFIG))
+        rows = [("model", str, "smollm2", MODEL), *documented()]
+        for name, kind, usual, words in rows:
+            default = defaults.get(name, usual)
+            own.append(_parameter(name, kind, default, _option(name, words)))
+        public = signed.replace(parameters=own)
+        command.__signature__ = public  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in own}
+        return command
+
+    return decorate
+
+
+def _option(name: str, words: str) -> Any:
+    offered = CHOICES.get(name, ())
+    return typer.Option(
+        help=words,
+        envvar=f"MINIVLLM_{name.upper()}",
+        show_envvar=False,
+        autocompletion=lambda incomplete: [
+            c for c in offered if c.startswith(incomplete)
+        ],
+    )
+
+
+def _parameter(name: str, kind: Any, default: Any, option: Any) -> Parameter:
+    annotation = Annotated[kind, option]
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+# %% [markdown]
+# What arrives is taken apart again: what a request wants, and what the engine is. Bad values
+# are told before a model is loaded, since that takes longest.
+
+
+# %% export="cli.py"
+def sampling_of(options: dict[str, Any]) -> SamplingParams:
+    """The part of a command's options that says how to sample."""
+    return SamplingParams(**{n: options[n] for n in SAMPLING if n in options})
+
+
+def open_llm(options: dict[str, Any], as_json: bool) -> "LLM":
+    """The model and the engine that a command's options describe."""
+    chosen = {each.name: options[each.name] for each in fields(EngineOptions)}
+    EngineOptions(**chosen)
+    from minivllm.llm import LLM  # torch begins here
+
+    return LLM(options["model"], progress=not as_json, **chosen)
+
+
 @app.callback()
 def root() -> None:
     """An LLM inference engine that reuses work."""
 
 
 @app.command()
-@with_engine_options
+@with_options()
 def generate(
     prompt: Annotated[
         list[str], typer.Option(help="Text to continue; repeat for more.")
     ],
-    model: Annotated[
-        str, typer.Option(help="smollm2, a folder, a .gguf, a hub id.")
-    ] = "smollm2",
-    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.")] = 16,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Keep the k likeliest tokens; 0: all.")
-    ] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Least share of the likeliest.")] = 0.0,
-    n: Annotated[int, typer.Option(help="Continuations of each prompt.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="End the text here.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line.")
-    ] = False,
+    as_json: AsJson = False,
     **options: Any,
 ) -> None:
     """Continue one or more prompts."""
-    params = SamplingParams(
-        max_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        n=n,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
-    EngineOptions(**options)  # a bad value is told before the model is loaded
-    from minivllm.llm import LLM  # torch begins here
-
-    outputs = LLM(model, **options).generate(prompt, params)
+    params = sampling_of(options)
+    with open_llm(options, as_json) as llm:
+        outputs = llm.generate(prompt, params)
     for output in outputs:
         metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
         show(asdict(output) | {"metrics": metrics}, as_json)
@@ -996,6 +1104,94 @@ def show(output: dict[str, Any], as_json: bool) -> None:
 
 
 # %% [markdown]
+# ## What is installed here
+#
+# The first question of every bug report. `minivllm env` reads the package's own list of
+# requirements, compares it with what is installed, and says which device `auto` would take.
+
+# %% export="cli.py"
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+
+@app.command()
+def env(as_json: AsJson = False) -> None:
+    """What is installed, which device would be used, what is missing."""
+    packages, missing = installed()
+    device, faults = place()
+    report = {
+        "minivllm": import_module("minivllm").__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **device,
+        "packages": packages,
+        "settings": {n: v for n, v in os.environ.items() if n.startswith("MINIVLLM_")},
+        "missing": [*missing, *faults, *unknown_settings()],
+    }
+    if as_json:
+        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION} | report))
+        return
+    for name, value in report.items():
+        pairs = value.items() if isinstance(value, dict) else None
+        lines = [f"{n} {v}" for n, v in pairs] if pairs is not None else value
+        shown = ", ".join(lines) if isinstance(lines, list) else value
+        typer.echo(f"{name}: {shown or 'none'}")
+
+
+def installed() -> tuple[dict[str, str | None], list[str]]:
+    """Required packages with their versions, and a line for each that is not right."""
+    found: dict[str, str | None] = {}
+    missing = []
+    for text in requires("minivllm") or []:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found[wanted.name] = there = version(wanted.name)
+        except PackageNotFoundError:
+            found[wanted.name] = there = None
+        if there is None or not wanted.specifier.contains(there, prereleases=True):
+            missing.append(f"{wanted.name}{wanted.specifier}: pip install it")
+    return found, missing
+
+
+def place() -> tuple[dict[str, Any], list[str]]:
+    """The device that `auto` takes, how it computes, and faults on the way there."""
+    from minivllm.loader import LoadError, find_model
+
+    told: dict[str, Any] = {}
+    faults = []
+    try:
+        import torch
+
+        from minivllm.llm import choose_device, choose_dtype
+
+        device = choose_device("auto")
+        told["device"] = device.type
+        told["dtype"] = str(choose_dtype("auto", device)).removeprefix("torch.")
+        told["threads"] = torch.get_num_threads()
+        told["cpu"] = torch.backends.cpu.get_cpu_capability()
+    except (ImportError, ValueError) as error:
+        faults.append(str(error))
+    try:
+        told["smollm2"] = find_model("smollm2").name
+    except LoadError as error:
+        faults.append(str(error))
+    return told, faults
+
+
+def unknown_settings() -> list[str]:
+    """Variables that look like ours, and that nothing reads."""
+    known = {"MODEL", "CONFIG", *(name.upper() for name, *_ in documented())}
+    names = [n for n in os.environ if n.startswith("MINIVLLM_")]
+    unread = [n for n in names if n.removeprefix("MINIVLLM_") not in known]
+    return [f"{name}: no option has this name" for name in unread]
+
+
+# %% [markdown]
 # Later chapters bring commands of their own, and this module must not know their names. So it
 # asks the package's folder: whoever has a command puts it in a module `command_...` and adds
 # it there. A chapter that is not written yet is not missed.
@@ -1016,11 +1212,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     add_commands()
     try:
-        code = app(given or ["--help"], standalone_mode=False)
+        code = app(given or ["--help"], prog_name="minivllm", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except typer.TyperException as error:
-        _fail(error.format_message())
+        name = getattr(getattr(error, "param", None), "envvar", None)
+        source = f" ({name} is set)" if os.environ.get(str(name)) else ""
+        _fail(error.format_message() + source)
     except (ValueError, OSError) as error:
         _fail(str(error))
     sys.exit(code or 0)
@@ -1044,6 +1242,140 @@ for arguments in (
             main(arguments)
         except SystemExit as end:
             print("exit code", end.code)
+
+# %% [markdown]
+# ## Talking
+#
+# `minivllm chat` keeps the conversation and sends all of it at each turn; a model remembers
+# nothing. What that costs is the question of this book, so each turn ends with a line that says
+# how much of the history was there already. Ctrl-C stops an answer, and what had come of it
+# stays in the history. Ctrl-D or `/exit` ends, `/clear` forgets.
+
+# %% export="command_chat.py"
+"""The command `minivllm chat`: a conversation that streams."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import Annotated, Any
+
+import typer
+
+from minivllm.request import RequestOutput, SamplingParams
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add this module's command to the command line."""
+    root.command()(chat)
+
+
+@with_options(max_tokens=512, temperature=0.3)
+def chat(
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first.")
+    ] = None,
+    as_json: AsJson = False,
+    **options: Any,
+) -> None:
+    """Talk with the model; or answer the lines of stdin, one turn each."""
+    params = sampling_of(options)
+    if params.n > 1:
+        raise ValueError("a chat has one answer: --n must be 1")
+    with open_llm(options, as_json) as llm:
+        talk(llm, params, system, as_json)
+
+
+def talk(llm: "LLM", params: SamplingParams, system: str | None, as_json: bool) -> None:
+    """Turn by turn; a turn that cannot run ends a script, not a person's chat."""
+    start = [{"role": "system", "content": system}] if system else []
+    history = list(start)
+    by_hand = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+    for line in typed_lines() if by_hand else map(str.strip, sys.stdin):
+        if line == "/exit":
+            return
+        if line == "/clear":
+            history = list(start)
+        elif line:
+            history.append({"role": "user", "content": line})
+            try:
+                text = answer(llm, history, params, as_json)
+                history.append({"role": "assistant", "content": text})
+            except ValueError as error:
+                if not by_hand:
+                    raise
+                typer.echo(f"{error} (/clear starts anew)", err=True)
+                history.pop()
+
+
+def typed_lines() -> Iterator[str]:
+    """What a person types, up to Ctrl-D; Ctrl-C drops the line."""
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401  # arrow keys and history for `input`
+    typer.echo("/exit or Ctrl-D ends, /clear forgets, Ctrl-C stops.", err=True)
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            line = ""
+            typer.echo()
+        except EOFError:
+            typer.echo()
+            return
+        yield line.strip()
+
+
+# %% [markdown]
+# One answer, as it comes. The stream is closed whatever happens, and with it the request ends.
+
+
+# %% export="command_chat.py"
+def answer(
+    llm: "LLM", history: list[dict[str, str]], params: SamplingParams, as_json: bool
+) -> str:
+    """Print an answer as it grows, and what it cost; return its text."""
+    output, text, reason = None, "", "abort"
+    with closing(llm.stream(history, params)) as stream:
+        try:
+            for output in stream:
+                new = output.outputs[0]
+                if not as_json:
+                    typer.echo(new.text[len(text) :], nl=False)
+                text, reason = new.text, new.finish_reason or reason
+        except KeyboardInterrupt:
+            pass
+    tell_turn(output, text, reason, as_json)
+    return text
+
+
+def tell_turn(
+    output: RequestOutput | None, text: str, reason: str, as_json: bool
+) -> None:
+    """The end of a turn: its counts; for a machine the text as well."""
+    size = len(output.prompt_token_ids) if output else 0
+    cached = output.num_cached_tokens if output else 0
+    new = len(output.outputs[0].token_ids) if output else 0
+    if as_json:
+        counts = {"prompt_tokens": size, "cached_tokens": cached, "output_tokens": new}
+        turn = {"text": text, "finish_reason": reason, **counts}
+        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION} | turn))
+        return
+    typer.echo()
+    told = f"  ({size} prompt tokens, {cached} of them cached; {new} new; {reason})"
+    typer.echo(told, err=True)
+
+
+# %% [markdown]
+# A run of it. The history grows with each turn, and all of it but the newest turn is cached:
+
+# %% name="turns"
+import io
+
+script = "My name is Ada.\nWhat is my name?\nSpell it backwards.\n"
+sys.stdin, typed = io.StringIO(script), sys.stdin
+with contextlib.suppress(SystemExit):
+    main(["chat", "--json", "--temperature", "0", "--max-tokens", "24"])
+sys.stdin = typed
 
 # %% [markdown]
 # ## One import
