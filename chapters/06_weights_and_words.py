@@ -453,6 +453,44 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 # %% [markdown]
+# A long load should not look like a dead one. On a terminal, whatever takes more than a second
+# draws a bar on the error stream; into a file or a notebook, nothing.
+
+# %% export="loader.py"
+import sys
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 1.0  # what is done by then needs no bar
+
+
+@contextmanager
+def progress_bar(
+    title: str, total: int, wanted: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """A function that is told how much more is done; it draws on a terminal only."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda amount: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(file=sys.stderr), transient=True)
+    task, began = bar.add_task(title, total=total), time.monotonic()
+
+    def advance(amount: int) -> None:
+        bar.advance(task, amount)
+        if not bar.live.is_started and time.monotonic() - began > PATIENCE_S:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+# %% [markdown]
 # ## Into the decoder
 #
 # The decoder is built without memory (on PyTorch's `meta` device), and each tensor is put
@@ -473,16 +511,32 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
 
 
 def load_model(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool = False,
 ) -> Decoder:
     """Load a model onto a device, in a number format. Raises `LoadError`."""
-    if isinstance(checkpoint, GGUFFile):
-        with reading(checkpoint.path):
+    source = checkpoint.path if isinstance(checkpoint, GGUFFile) else checkpoint
+    with reading(source):
+        if isinstance(checkpoint, GGUFFile):
             config, tensors = gguf_config(checkpoint), checkpoint.tensors()
-            return build(config, tensors, device, dtype, checkpoint.path)
-    with reading(checkpoint):
-        config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-        return build(config, tensors, device, dtype, checkpoint)
+        else:
+            config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
+        seen = _count(tensors, config, progress)
+        return build(config, seen, device, dtype, source)
+
+
+def _count(
+    tensors: Iterator[tuple[str, Tensor]], config: ModelConfig, progress: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass the tensors on, and draw how many of them have come."""
+    with torch.device("meta"):
+        total = len(Decoder(config).state_dict())
+    with progress_bar("loading weights", total, progress) as advance:
+        for pair in tensors:
+            yield pair
+            advance(1)
 
 
 # %% [markdown]

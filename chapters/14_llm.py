@@ -26,9 +26,9 @@
 # %% export="options.py"
 """Every choice that the engine offers, by name, documented once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from minivllm.engine import (
     Engine,
@@ -43,6 +43,7 @@ from minivllm.grouping import TIERS, LongestPrefix, SharedPrefix, check_tiers
 from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
+from minivllm.request import SamplingParams
 from minivllm.scheduler import ADMISSIONS, ArrivalOrder, Grouping, Scheduler
 from minivllm.single_flight import (
     RELEASES,
@@ -172,6 +173,44 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
     return EngineOptions(**options)
 
 
+# %% [markdown]
+# The command line has an option for each of these, and for the fields of `SamplingParams`. Both
+# lists are read off the classes; only the words of help for sampling stand here.
+
+# %% export="options.py"
+SAMPLING = {  # fields of `SamplingParams` that a command line can give, and their help
+    "max_tokens": "Output tokens at most.",
+    "temperature": "0 is greedy; higher is more varied.",
+    "top_k": "Draw from the k likeliest tokens; 0: all.",
+    "top_p": "Draw from the likeliest tokens with this much probability.",
+    "min_p": "Least probability of a token, as a share of the likeliest.",
+    "repetition_penalty": "Above 1: tokens that were there before become unlikelier.",
+    "presence_penalty": "Taken from the logit of each token that was generated.",
+    "frequency_penalty": "The same, for each time it was generated.",
+    "n": "Continuations of each prompt.",
+    "stop": "End the text before this; repeat for more.",
+    "stop_token_ids": "End after this token; repeat for more.",
+    "ignore_eos": "Go on after the model's own end tokens.",
+    "logprobs": "Report this many likely tokens beside each chosen one.",
+    "prompt_logprobs": "The same for the tokens of the prompt.",
+}
+LISTS = {"stop": list[str] | None, "stop_token_ids": list[int] | None}
+
+
+def documented() -> Iterator[tuple[str, Any, Any, str]]:
+    """Name, type, default and help of each option: sampling first, then the engine."""
+    hints = get_type_hints(SamplingParams) | LISTS
+    for each in fields(SamplingParams):
+        if words := SAMPLING.get(each.name):
+            yield each.name, hints[each.name], each.default, words
+    hints = get_type_hints(EngineOptions)
+    for each in fields(EngineOptions):
+        words = each.metadata["help"]
+        if each.name in CHOICES:
+            words += f" One of {', '.join(CHOICES[each.name])}."
+        yield each.name, hints[each.name], each.default, words
+
+
 # %%
 for attempt in (
     {"index": "radics"},
@@ -245,6 +284,145 @@ def _grouping(
 
 
 # %% [markdown]
+# ## A conversation is a text
+#
+# A chat model has learned to continue one kind of text: turns, each between marks of its own.
+# Which marks, and whether a word of welcome comes first, is written in the checkpoint, as a
+# small program in the template language Jinja. vLLM and transformers run that program; so do
+# we, with transformers' sandbox, for a template comes from strangers. It lies in one of four
+# places.
+
+# %% export="chat.py"
+"""From a conversation to the text that the model was trained to continue."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minivllm.loader import Checkpoint, GGUFFile, reading
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A checkpoint's Jinja program, and the special tokens that it may write."""
+
+    source: str
+    tokens: Mapping[str, str] = field(default_factory=dict)  # by name, as bos_token
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as text, by default up to where the answer begins.
+
+        Raises `ValueError` for bad messages and for what the template refuses.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        conversation = [read_message(i, each) for i, each in enumerate(messages)]
+        try:
+            texts, _ = render_jinja_template(
+                [conversation],
+                chat_template=self.source,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ValueError(f"the model's chat template failed: {error}") from None
+        return str(texts[0])
+
+
+# %% [markdown]
+# A message has a role and a content. The content may come in parts, as the OpenAI API has
+# them; we take those that are text, and refuse a picture by name.
+
+
+# %% export="chat.py"
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several -> a list. Raises `ValueError` for anything else."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(
+            "a conversation is a list of messages such as "
+            "{'role': 'user', 'content': 'Hello'}"
+        )
+    if isinstance(messages[0], Sequence) and not isinstance(messages[0], str):
+        return [one for each in messages for one in as_conversations(each)]
+    return [messages]
+
+
+def read_message(index: int, message: Any) -> dict[str, Any]:
+    """A message whose content is one text; `ValueError` names what is wrong."""
+    if not isinstance(message, Mapping):
+        kind = type(message).__name__
+        raise ValueError(f"message {index} must have a role and a content, not {kind}")
+    if (role := message.get("role")) not in ROLES:
+        offered = ", ".join(ROLES)
+        raise ValueError(f"message {index}: role must be {offered}, not {role!r}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return dict(message)
+    return {**message, "content": _text_of(index, content)}
+
+
+def _text_of(index: int, content: Any) -> str:
+    texts: list[str] = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise ValueError(f"message {index}: content must be text, not {part!r}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+# %% [markdown]
+# Where the template lies: in a file of its own, among the tokenizer's settings (there it may be
+# a list, with one named "default"), or in the metadata of a GGUF file.
+
+
+# %% export="chat.py"
+def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
+    """The chat template of a folder or GGUF file; None where there is none."""
+    if isinstance(checkpoint, GGUFFile):
+        source = checkpoint.get("tokenizer.chat_template")
+        return ChatTemplate(source, _gguf_tokens(checkpoint)) if source else None
+    with reading(f"{checkpoint}/tokenizer_config.json"):
+        settings = _settings(checkpoint / "tokenizer_config.json")
+        source = _folder_template(checkpoint, settings)
+        names = [name for name in settings if name.endswith("_token")]
+        texts = {name: settings[name] for name in names}
+        tokens = {
+            n: t["content"] if isinstance(t, dict) else t for n, t in texts.items()
+        }
+        known = {n: t for n, t in tokens.items() if isinstance(t, str)}
+    return ChatTemplate(source, known) if source else None
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+
+
+def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text("utf-8")
+    older = _settings(folder / "chat_template.json")
+    found = older.get("chat_template") or settings.get("chat_template")
+    if isinstance(found, list):
+        return next((t["template"] for t in found if t["name"] == "default"), None)
+    return found
+
+
+def _gguf_tokens(file: GGUFFile) -> dict[str, str]:
+    words = file.strings("tokenizer.ggml.tokens")
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    ids = {ours: file.get(f"tokenizer.ggml.{n}_token_id") for n, ours in names.items()}
+    return {f"{n}_token": words[i] for n, i in ids.items() if i is not None}
+
+
+# %% [markdown]
 # ## Where, how exact, how much
 #
 # Three values depend on the machine. The device: CUDA if there is one, else Apple's MPS,
@@ -256,18 +434,22 @@ def _grouping(
 # %% export="llm.py"
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
+import gc
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from html import escape
 from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, cast
 
 import torch
 from tokenizers import Tokenizer
 
 from minivllm.engine import Engine, Limits, NoText, Writer
 from minivllm.events import Observer, ignore
-from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress_bar
 from minivllm.model import Decoder, ModelConfig
 from minivllm.prefix_cache import PrefixCache
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
@@ -333,26 +515,33 @@ class LLM:
 
     `model` is `smollm2`, a folder, a .gguf file or a hub id; options are those of
     `EngineOptions`, and vLLM's names for them. The observer is told of every transition
-    (see `EventLog`). Raises `ValueError` naming the fault.
+    (see `EventLog`). `progress` False draws no bars. `ValueError` names a fault.
     """
 
     def __init__(
-        self, model: str = DEFAULT_MODEL, *, observer: Observer = ignore, **options: Any
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        observer: Observer = ignore,
+        progress: bool = True,
+        **options: Any,
     ) -> None:
         self.options = chosen = read_options(options)
+        self.model, self.progress = model, progress
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
         dtype = choose_dtype(chosen.dtype, device)
-        decoder = load_model(checkpoint, device, dtype)
+        decoder = load_model(checkpoint, device, dtype, progress)
         self.config = config = decoder.config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
+        self.template = load_template(checkpoint)
         ends = config.eos_token_ids | tokenizer_ends(checkpoint, self.tokenizer)
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
         runner = self._runner(decoder, num_pages)
         limits = Limits(config.vocab_size, config.max_context, ends)
-        self.engine = assemble(
+        self._engine: Engine | None = assemble(
             chosen, num_pages, runner, limits, observer, writers=self._writer
         )
 
@@ -373,11 +562,33 @@ class LLM:
 
 
 # %% [markdown]
-# Two questions that one asks of a running engine go straight through.
+# Two questions that one asks of a running engine go straight through. And a model is large: when
+# the `with` block of an `LLM` ends, its weights and its pages are given back at once, not when
+# Python finds the time. What is used afterwards says so.
 
 
 # %% export="llm.py"
 class LLM(LLM):
+    @property
+    def engine(self) -> Engine:
+        """The engine at work. Raises `ValueError` once the LLM is closed."""
+        if self._engine is None:
+            raise ValueError("this LLM is closed and its memory freed: make a new one")
+        return self._engine
+
+    def close(self) -> None:
+        """End whatever runs, and free the weights and the K/V memory."""
+        self._end_all()
+        self._engine = None
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no CUDA
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def stats(self) -> dict[str, int]:
         """Pages by state, queue lengths and counters."""
         return self.engine.stats()
@@ -397,80 +608,159 @@ class LLM(LLM):
 
 
 # %% export="llm.py"
+Params = SamplingParams | Sequence[SamplingParams] | None
+Requests = Sequence[tuple[TokenIds, SamplingParams]]
+Stream = Generator[RequestOutput, None, None]
+
+
 class LLM(LLM):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> "Outputs":
         """Continue every prompt; outputs come in the order of the prompts.
 
         One `SamplingParams` for all, or one for each. Raises `ValueError` before
-        anything is submitted if any prompt cannot run.
+        anything is submitted if any prompt cannot run. `use_tqdm` (vLLM's name): a
+        progress bar, on a terminal only, for what takes more than a second.
         """
-        if self.engine.has_unfinished():
-            raise ValueError(
-                "the engine has unfinished requests (submitted to it, or by another "
-                "thread's generate): finish or abort them first"
-            )
         batch = as_prompts(prompts)
-        params = self._params_for(batch, sampling_params)
-        encoded = [self._encode(prompt) for prompt in batch]
-        for ids, wanted in zip(encoded, params, strict=True):
-            self.engine.check(ids, wanted)
-        names: list[str] = []
-        finished = self._run(zip(encoded, params, strict=True), names)
-        return [
-            replace(finished[name], prompt=prompt if isinstance(prompt, str) else None)
-            for name, prompt in zip(names, batch, strict=True)
-        ]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+        ids = [self._encode(prompt) for prompt in batch]
+        return self._answer(texts, ids, sampling_params, use_tqdm)
 
 
 # %% [markdown]
-# Three steps of it, each small: one `SamplingParams` for all or one each; text to ids; and the
-# loop, which leaves nothing running when somebody presses Ctrl-C.
+# `chat` differs in one step: the template writes the text. It also writes the token that begins
+# a text, where the model wants one; the tokenizer must not add another.
 
 
 # %% export="llm.py"
 class LLM(LLM):
-    def _params_for(
+    def chat(
         self,
-        batch: Sequence[Prompt],
-        given: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * len(batch)
-        if not isinstance(given, Sequence):
-            raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
-        if len(given) != len(batch):
-            raise ValueError(f"{len(given)} SamplingParams for {len(batch)} prompts")
-        return list(given)
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> "Outputs":
+        """Answer a conversation, or each of several; else as `generate`."""
+        chats = as_conversations(messages)
+        texts = [self.chat_text(chat, add_generation_prompt) for chat in chats]
+        ids = [self._encode(text, special=False) for text in texts]
+        return self._answer(texts, ids, sampling_params, use_tqdm)
 
-    def _encode(self, prompt: Prompt) -> TokenIds:
+    def chat_text(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
+        """What the model's chat template makes of a conversation."""
+        if self.template is None:
+            raise ValueError(f"{self.model} has no chat template: use generate")
+        return self.template.render(messages, add_generation_prompt)
+
+
+# %% [markdown]
+# And `stream` gives what is there after every token. A stream that is closed early, or left by
+# an exception, takes its request with it.
+
+
+# %% export="llm.py"
+class LLM(LLM):
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Stream:
+        """The output so far, after each step that adds to it; the last is finished.
+
+        The prompt may be a conversation. Closing the iterator aborts the request.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        if text is None and isinstance(next(iter(prompt), None), Mapping):
+            text = self.chat_text(cast(Sequence[Message], prompt))
+            ids = self._encode(text, special=False)
+        else:
+            ids = self._encode(cast(Prompt, prompt))
+        wanted = [(ids, params or SamplingParams())]
+        self._check(wanted)  # now, and not when the first output is asked for
+        return (replace(output, prompt=text) for output in self._steps(wanted, []))
+
+
+# %% [markdown]
+# All three share the rest: one `SamplingParams` for all or one each, text to ids, the checks,
+# and the loop, which leaves nothing running when somebody presses Ctrl-C.
+
+
+# %% export="llm.py"
+class LLM(LLM):
+    def _answer(
+        self,
+        texts: Sequence[str | None],
+        ids: Sequence[TokenIds],
+        given: Params,
+        use_tqdm: bool,
+    ) -> "Outputs":
+        requests = list(zip(ids, _params_for(len(ids), given), strict=True))
+        self._check(requests)
+        names: list[str] = []
+        finished: dict[str, RequestOutput] = {}
+        bar = progress_bar("requests", len(ids), use_tqdm and self.progress)
+        with bar as advance, closing(self._steps(requests, names)) as steps:
+            for output in steps:
+                if output.finished:
+                    finished[output.request_id] = output
+                    advance(1)
+        pairs = zip(texts, names, strict=True)
+        return Outputs(replace(finished[name], prompt=text) for text, name in pairs)
+
+    def _encode(self, prompt: Prompt, special: bool = True) -> TokenIds:
         if not isinstance(prompt, str):
             return encode_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids, not text")
         try:
-            ids: list[int] = self.tokenizer.encode(prompt).ids
+            ids: list[int] = self.tokenizer.encode(
+                prompt, add_special_tokens=special
+            ).ids
         except TypeError:  # text that is not Unicode, such as a broken argument
             raise ValueError(f"the prompt is not valid text: {prompt!r}") from None
         return ids
 
-    def _run(
-        self, requests: Iterable[tuple[TokenIds, SamplingParams]], names: list[str]
-    ) -> dict[str, RequestOutput]:
-        """Submit, and step until all are done; if interrupted, nothing goes on."""
-        finished: dict[str, RequestOutput] = {}
+    def _check(self, requests: Requests) -> None:
+        if self.engine.has_unfinished():
+            raise ValueError(
+                "the engine has unfinished requests (submitted to it, a stream, or "
+                "another thread's generate): finish, close or abort them first"
+            )
+        for token_ids, params in requests:
+            self.engine.check(token_ids, params)
+
+    def _steps(self, requests: Requests, names: list[str]) -> Stream:
+        """Submit, and step until all are done; if it is closed, nothing goes on."""
         try:
             for token_ids, params in requests:
                 names.append(self.engine.submit(token_ids, params))
             while self.engine.has_unfinished():
-                finished |= {o.request_id: o for o in self.engine.step() if o.finished}
+                yield from self.engine.step()
         finally:
-            for name in self.engine.unfinished():
-                self.engine.abort(name)
-        return finished
+            self._end_all()
+
+    def _end_all(self) -> None:
+        if (engine := self._engine) is not None:
+            for name in engine.unfinished():
+                engine.abort(name)
+
+
+def _params_for(num_prompts: int, given: Params) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * num_prompts
+    if not isinstance(given, Sequence):
+        raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
+    if len(given) != num_prompts:
+        raise ValueError(f"{len(given)} SamplingParams for {num_prompts} prompts")
+    return list(given)
 
 
 # %% [markdown]
@@ -500,6 +790,56 @@ def _plain(value: Any) -> Any:
         kind = type(value).__name__
         raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
     return value
+
+
+# %% [markdown]
+# A notebook shows the value of a cell's last line. A list of outputs is a wall of token ids, so
+# ours shows a table, and an `LLM` shows what it is and what it has done. No times: a notebook
+# that runs again should look the same.
+
+
+# %% export="llm.py"
+class Outputs(list[RequestOutput]):
+    """The outputs of one call; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        head = ("prompt", "answer", "cached", "computed", "new", "ended by")
+        return _table([head, *(row for output in self for row in _rows_of(output))])
+
+
+def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
+    size, cached = len(output.prompt_token_ids), output.num_cached_tokens
+    prompt = output.prompt or f"{size} token ids"
+    shown = prompt if len(prompt) <= 80 else f"{prompt[:38]} … {prompt[-38:]}"
+    for each in output.outputs:
+        new, reason = len(each.token_ids), each.finish_reason
+        yield shown, each.text, cached, size - cached, new, reason
+
+
+def _table(rows: Iterable[Iterable[object]]) -> str:
+    lines = ("".join(f"<td>{escape(str(x))}</td>" for x in row) for row in rows)
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+class LLM(LLM):
+    def _repr_html_(self) -> str:
+        if self._engine is None:
+            return _table([(self.model, "closed")])
+        plain, told = EngineOptions(), self.stats()
+        names = (each.name for each in fields(EngineOptions))
+        chosen = [(n, getattr(self.options, n)) for n in names]
+        unusual = [pair for pair in chosen if pair[1] != getattr(plain, pair[0])]
+        counts = [(n.replace("_", " "), f"{told[n]:,}") for n in SUMMARY]
+        return _table([("model", self.model), *unusual, *counts])
+
+
+SUMMARY = (
+    "lookups",
+    "queried_tokens",
+    "cached_tokens",
+    "prefill_tokens",
+    "pages_total",
+)
 
 
 # %% [markdown]
@@ -570,23 +910,26 @@ draw_tree(
 # %% [markdown]
 # ## A command line
 #
-# The same engine without Python. The options of the engine are read off `EngineOptions`, so
-# that the two cannot drift apart. Nothing here imports torch before it must: `--help` should
-# not wait for it. And a mistake is answered by one line that names it, and exit code 2. A
-# traceback tells the story of our code; the reader of the message is interested in theirs.
+# The same engine without Python. Every command that runs a model takes the same options, and
+# they are read off the two classes, so that nothing can drift apart. Nothing here imports torch
+# before it must: `--help` should not wait for it. And a mistake is answered by one line that
+# names it, and exit code 2. A traceback tells the story of our code; the reader of the message
+# is interested in theirs.
 
 # %% export="cli.py"
-"""The command line: `minivllm generate`."""
+"""The command line: what all commands share, and `minivllm generate`."""
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
+from pathlib import Path
 from pkgutil import iter_modules
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -597,79 +940,145 @@ SCHEMA_VERSION = 1  # of every JSON output
 app = typer.Typer(
     name="minivllm",
     help="An LLM inference engine that reuses work.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command's `**options` take one option for each field of `EngineOptions`."""
-    hints = get_type_hints(EngineOptions)
-    own = [p for p in signature(command).parameters.values() if p.kind != p.VAR_KEYWORD]
-    for each in fields(EngineOptions):
-        words: list[str] = [each.metadata["help"]]
-        if each.name in CHOICES:
-            words.append(f"One of {', '.join(CHOICES[each.name])}.")
-        given = typer.Option(help=" ".join(words))
-        kind = Annotated[hints[each.name], given]  # type: ignore[valid-type, name-defined]
-        parameter = Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default)
-        own.append(parameter.replace(annotation=kind))
-    public = signature(command).replace(parameters=own)
-    command.__signature__ = public  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in own}
-    return command
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, no bars.")]
 
 
 # %% [markdown]
-# The command itself: what to continue, how to sample, and the engine's options.
+# A service is not started by hand: its settings come from the environment, or from a file that
+# lies beside it. So `--page-size 32` can also be said as `MINIVLLM_PAGE_SIZE=32`, or as
+# `page_size = 32` in a TOML file. The nearest to the hand wins: the command line, then the
+# environment, then the file, then the default. A misspelt key in a file is refused; it would
+# otherwise be a setting that somebody believes in.
 
 
 # %% export="cli.py"
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Let a TOML file give the defaults. `ValueError` names the file and the key."""
+    if path is None or context.resilient_parsing:
+        return path
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    known = {"model", *(name for name, *_ in documented())}
+    values = {key.replace("-", "_"): value for key, value in given.items()}
+    if unknown := [key for key in given if key.replace("-", "_") not in known]:
+        offered = ", ".join(sorted(known))
+        raise ValueError(f"{path}: unknown key {unknown[0]!r} (known: {offered})")
+    takers: dict[Any, Any] = {p.name: p for p in context.command.params}
+    context.default_map = {}
+    for name in takers.keys() & values.keys():
+        value = values[name]  # as text, so that it is read as on the command line
+        plain = [str(v) for v in value] if isinstance(value, list) else str(value)
+        try:
+            takers[name].process_value(context, plain)
+        except typer.TyperException as error:
+            raise ValueError(f"{path}: {name}: {error.message}") from None
+        context.default_map[name] = plain
+    return path
+
+
+# %% [markdown]
+# A command declares what is its own, and `**options`. This decorator puts the rest into its
+# signature, where typer finds it: the model, the file, and one option for each field, with its
+# variable, and its choices for the shell to complete.
+
+
+# %% export="cli.py"
+CONFIG = typer.Option(
+    help="A TOML file of options. They may also be set as MINIVLLM_PAGE_SIZE=32.",
+    callback=read_config,
+    envvar="MINIVLLM_CONFIG",
+    show_envvar=False,
+    is_eager=True,
+    expose_value=False,
+)
+MODEL = "smollm2, a folder, a .gguf file or a hub id."
+Command = Callable[..., None]
+
+
+def with_options(**defaults: Any) -> Callable[[Command], Command]:
+    """Let a command's `**options` take model, sampling and engine, and `--config`.
+
+    `defaults` are those of this command where they are not the usual ones.
+    """
+
+    def decorate(command: Command) -> Command:
+        signed = signature(command)
+        own = [p for p in signed.parameters.values() if p.kind != p.VAR_KEYWORD]
+        own.append(_parameter("config", Path | None, None, CONFIG))
+        rows = [("model", str, "smollm2", MODEL), *documented()]
+        for name, kind, usual, words in rows:
+            default = defaults.get(name, usual)
+            own.append(_parameter(name, kind, default, _option(name, words)))
+        public = signed.replace(parameters=own)
+        command.__signature__ = public  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in own}
+        return command
+
+    return decorate
+
+
+def _option(name: str, words: str) -> Any:
+    offered = CHOICES.get(name, ())
+    return typer.Option(
+        help=words,
+        envvar=f"MINIVLLM_{name.upper()}",
+        show_envvar=False,
+        autocompletion=lambda incomplete: [
+            c for c in offered if c.startswith(incomplete)
+        ],
+    )
+
+
+def _parameter(name: str, kind: Any, default: Any, option: Any) -> Parameter:
+    annotation = Annotated[kind, option]
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+# %% [markdown]
+# What arrives is taken apart again: what a request wants, and what the engine is. Bad values
+# are told before a model is loaded, since that takes longest.
+
+
+# %% export="cli.py"
+def sampling_of(options: dict[str, Any]) -> SamplingParams:
+    """The part of a command's options that says how to sample."""
+    return SamplingParams(**{n: options[n] for n in SAMPLING if n in options})
+
+
+def open_llm(options: dict[str, Any], as_json: bool) -> "LLM":
+    """The model and the engine that a command's options describe."""
+    chosen = {each.name: options[each.name] for each in fields(EngineOptions)}
+    EngineOptions(**chosen)
+    from minivllm.llm import LLM  # torch begins here
+
+    return LLM(options["model"], progress=not as_json, **chosen)
+
+
 @app.callback()
 def root() -> None:
     """An LLM inference engine that reuses work."""
 
 
 @app.command()
-@with_engine_options
+@with_options()
 def generate(
     prompt: Annotated[
         list[str], typer.Option(help="Text to continue; repeat for more.")
     ],
-    model: Annotated[
-        str, typer.Option(help="smollm2, a folder, a .gguf, a hub id.")
-    ] = "smollm2",
-    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.")] = 16,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Keep the k likeliest tokens; 0: all.")
-    ] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Least share of the likeliest.")] = 0.0,
-    n: Annotated[int, typer.Option(help="Continuations of each prompt.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="End the text here.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line.")
-    ] = False,
+    as_json: AsJson = False,
     **options: Any,
 ) -> None:
     """Continue one or more prompts."""
-    params = SamplingParams(
-        max_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        n=n,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
-    EngineOptions(**options)  # a bad value is told before the model is loaded
-    from minivllm.llm import LLM  # torch begins here
-
-    outputs = LLM(model, **options).generate(prompt, params)
+    params = sampling_of(options)
+    with open_llm(options, as_json) as llm:
+        outputs = llm.generate(prompt, params)
     for output in outputs:
         metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
         show(asdict(output) | {"metrics": metrics}, as_json)
@@ -695,6 +1104,94 @@ def show(output: dict[str, Any], as_json: bool) -> None:
 
 
 # %% [markdown]
+# ## What is installed here
+#
+# The first question of every bug report. `minivllm env` reads the package's own list of
+# requirements, compares it with what is installed, and says which device `auto` would take.
+
+# %% export="cli.py"
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+
+@app.command()
+def env(as_json: AsJson = False) -> None:
+    """What is installed, which device would be used, what is missing."""
+    packages, missing = installed()
+    device, faults = place()
+    report = {
+        "minivllm": import_module("minivllm").__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **device,
+        "packages": packages,
+        "settings": {n: v for n, v in os.environ.items() if n.startswith("MINIVLLM_")},
+        "missing": [*missing, *faults, *unknown_settings()],
+    }
+    if as_json:
+        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION} | report))
+        return
+    for name, value in report.items():
+        pairs = value.items() if isinstance(value, dict) else None
+        lines = [f"{n} {v}" for n, v in pairs] if pairs is not None else value
+        shown = ", ".join(lines) if isinstance(lines, list) else value
+        typer.echo(f"{name}: {shown or 'none'}")
+
+
+def installed() -> tuple[dict[str, str | None], list[str]]:
+    """Required packages with their versions, and a line for each that is not right."""
+    found: dict[str, str | None] = {}
+    missing = []
+    for text in requires("minivllm") or []:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found[wanted.name] = there = version(wanted.name)
+        except PackageNotFoundError:
+            found[wanted.name] = there = None
+        if there is None or not wanted.specifier.contains(there, prereleases=True):
+            missing.append(f"{wanted.name}{wanted.specifier}: pip install it")
+    return found, missing
+
+
+def place() -> tuple[dict[str, Any], list[str]]:
+    """The device that `auto` takes, how it computes, and faults on the way there."""
+    from minivllm.loader import LoadError, find_model
+
+    told: dict[str, Any] = {}
+    faults = []
+    try:
+        import torch
+
+        from minivllm.llm import choose_device, choose_dtype
+
+        device = choose_device("auto")
+        told["device"] = device.type
+        told["dtype"] = str(choose_dtype("auto", device)).removeprefix("torch.")
+        told["threads"] = torch.get_num_threads()
+        told["cpu"] = torch.backends.cpu.get_cpu_capability()
+    except (ImportError, ValueError) as error:
+        faults.append(str(error))
+    try:
+        told["smollm2"] = find_model("smollm2").name
+    except LoadError as error:
+        faults.append(str(error))
+    return told, faults
+
+
+def unknown_settings() -> list[str]:
+    """Variables that look like ours, and that nothing reads."""
+    known = {"MODEL", "CONFIG", *(name.upper() for name, *_ in documented())}
+    names = [n for n in os.environ if n.startswith("MINIVLLM_")]
+    unread = [n for n in names if n.removeprefix("MINIVLLM_") not in known]
+    return [f"{name}: no option has this name" for name in unread]
+
+
+# %% [markdown]
 # Later chapters bring commands of their own, and this module must not know their names. So it
 # asks the package's folder: whoever has a command puts it in a module `command_...` and adds
 # it there. A chapter that is not written yet is not missed.
@@ -715,11 +1212,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     add_commands()
     try:
-        code = app(given or ["--help"], standalone_mode=False)
+        code = app(given or ["--help"], prog_name="minivllm", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except typer.TyperException as error:
-        _fail(error.format_message())
+        name = getattr(getattr(error, "param", None), "envvar", None)
+        source = f" ({name} is set)" if os.environ.get(str(name)) else ""
+        _fail(error.format_message() + source)
     except (ValueError, OSError) as error:
         _fail(str(error))
     sys.exit(code or 0)
@@ -743,6 +1242,140 @@ for arguments in (
             main(arguments)
         except SystemExit as end:
             print("exit code", end.code)
+
+# %% [markdown]
+# ## Talking
+#
+# `minivllm chat` keeps the conversation and sends all of it at each turn; a model remembers
+# nothing. What that costs is the question of this book, so each turn ends with a line that says
+# how much of the history was there already. Ctrl-C stops an answer, and what had come of it
+# stays in the history. Ctrl-D or `/exit` ends, `/clear` forgets.
+
+# %% export="command_chat.py"
+"""The command `minivllm chat`: a conversation that streams."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import Annotated, Any
+
+import typer
+
+from minivllm.request import RequestOutput, SamplingParams
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add this module's command to the command line."""
+    root.command()(chat)
+
+
+@with_options(max_tokens=512, temperature=0.3)
+def chat(
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first.")
+    ] = None,
+    as_json: AsJson = False,
+    **options: Any,
+) -> None:
+    """Talk with the model; or answer the lines of stdin, one turn each."""
+    params = sampling_of(options)
+    if params.n > 1:
+        raise ValueError("a chat has one answer: --n must be 1")
+    with open_llm(options, as_json) as llm:
+        talk(llm, params, system, as_json)
+
+
+def talk(llm: "LLM", params: SamplingParams, system: str | None, as_json: bool) -> None:
+    """Turn by turn; a turn that cannot run ends a script, not a person's chat."""
+    start = [{"role": "system", "content": system}] if system else []
+    history = list(start)
+    by_hand = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+    for line in typed_lines() if by_hand else map(str.strip, sys.stdin):
+        if line == "/exit":
+            return
+        if line == "/clear":
+            history = list(start)
+        elif line:
+            history.append({"role": "user", "content": line})
+            try:
+                text = answer(llm, history, params, as_json)
+                history.append({"role": "assistant", "content": text})
+            except ValueError as error:
+                if not by_hand:
+                    raise
+                typer.echo(f"{error} (/clear starts anew)", err=True)
+                history.pop()
+
+
+def typed_lines() -> Iterator[str]:
+    """What a person types, up to Ctrl-D; Ctrl-C drops the line."""
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401  # arrow keys and history for `input`
+    typer.echo("/exit or Ctrl-D ends, /clear forgets, Ctrl-C stops.", err=True)
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            line = ""
+            typer.echo()
+        except EOFError:
+            typer.echo()
+            return
+        yield line.strip()
+
+
+# %% [markdown]
+# One answer, as it comes. The stream is closed whatever happens, and with it the request ends.
+
+
+# %% export="command_chat.py"
+def answer(
+    llm: "LLM", history: list[dict[str, str]], params: SamplingParams, as_json: bool
+) -> str:
+    """Print an answer as it grows, and what it cost; return its text."""
+    output, text, reason = None, "", "abort"
+    with closing(llm.stream(history, params)) as stream:
+        try:
+            for output in stream:
+                new = output.outputs[0]
+                if not as_json:
+                    typer.echo(new.text[len(text) :], nl=False)
+                text, reason = new.text, new.finish_reason or reason
+        except KeyboardInterrupt:
+            pass
+    tell_turn(output, text, reason, as_json)
+    return text
+
+
+def tell_turn(
+    output: RequestOutput | None, text: str, reason: str, as_json: bool
+) -> None:
+    """The end of a turn: its counts; for a machine the text as well."""
+    size = len(output.prompt_token_ids) if output else 0
+    cached = output.num_cached_tokens if output else 0
+    new = len(output.outputs[0].token_ids) if output else 0
+    if as_json:
+        counts = {"prompt_tokens": size, "cached_tokens": cached, "output_tokens": new}
+        turn = {"text": text, "finish_reason": reason, **counts}
+        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION} | turn))
+        return
+    typer.echo()
+    told = f"  ({size} prompt tokens, {cached} of them cached; {new} new; {reason})"
+    typer.echo(told, err=True)
+
+
+# %% [markdown]
+# A run of it. The history grows with each turn, and all of it but the newest turn is cached:
+
+# %% name="turns"
+import io
+
+script = "My name is Ada.\nWhat is my name?\nSpell it backwards.\n"
+sys.stdin, typed = io.StringIO(script), sys.stdin
+with contextlib.suppress(SystemExit):
+    main(["chat", "--json", "--temperature", "0", "--max-tokens", "24"])
+sys.stdin = typed
 
 # %% [markdown]
 # ## One import

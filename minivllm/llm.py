@@ -1,22 +1,27 @@
-# Exported from chapters/14_llm.py (6dee7186): edit the chapter.
+# Exported from chapters/14_llm.py (4f60f8f9): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from html import escape
 from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, cast
 
 import torch
 from tokenizers import Tokenizer
 
-from minivllm.engine import Limits, NoText, Writer
+from minivllm.chat import Message, as_conversations, load_template
+from minivllm.engine import Engine, Limits, NoText, Writer
 from minivllm.events import Observer, ignore
-from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress_bar
 from minivllm.model import Decoder, ModelConfig
-from minivllm.options import assemble, read_options
+from minivllm.options import EngineOptions, assemble, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.sampling import Sampler
@@ -72,26 +77,33 @@ class LLM:
 
     `model` is `smollm2`, a folder, a .gguf file or a hub id; options are those of
     `EngineOptions`, and vLLM's names for them. The observer is told of every transition
-    (see `EventLog`). Raises `ValueError` naming the fault.
+    (see `EventLog`). `progress` False draws no bars. `ValueError` names a fault.
     """
 
     def __init__(
-        self, model: str = DEFAULT_MODEL, *, observer: Observer = ignore, **options: Any
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        observer: Observer = ignore,
+        progress: bool = True,
+        **options: Any,
     ) -> None:
         self.options = chosen = read_options(options)
+        self.model, self.progress = model, progress
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
         dtype = choose_dtype(chosen.dtype, device)
-        decoder = load_model(checkpoint, device, dtype)
+        decoder = load_model(checkpoint, device, dtype, progress)
         self.config = config = decoder.config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
+        self.template = load_template(checkpoint)
         ends = config.eos_token_ids | tokenizer_ends(checkpoint, self.tokenizer)
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
         runner = self._runner(decoder, num_pages)
         limits = Limits(config.vocab_size, config.max_context, ends)
-        self.engine = assemble(
+        self._engine: Engine | None = assemble(
             chosen, num_pages, runner, limits, observer, writers=self._writer
         )
 
@@ -110,6 +122,26 @@ class LLM:
             return NoText()
         return TextWriter(self.tokenizer, prompt_ids, params)
 
+    @property
+    def engine(self) -> Engine:
+        """The engine at work. Raises `ValueError` once the LLM is closed."""
+        if self._engine is None:
+            raise ValueError("this LLM is closed and its memory freed: make a new one")
+        return self._engine
+
+    def close(self) -> None:
+        """End whatever runs, and free the weights and the K/V memory."""
+        self._end_all()
+        self._engine = None
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no CUDA
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def stats(self) -> dict[str, int]:
         """Pages by state, queue lengths and counters."""
         return self.engine.stats()
@@ -121,68 +153,141 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> Outputs:
         """Continue every prompt; outputs come in the order of the prompts.
 
         One `SamplingParams` for all, or one for each. Raises `ValueError` before
-        anything is submitted if any prompt cannot run.
+        anything is submitted if any prompt cannot run. `use_tqdm` (vLLM's name): a
+        progress bar, on a terminal only, for what takes more than a second.
         """
-        if self.engine.has_unfinished():
-            raise ValueError(
-                "the engine has unfinished requests (submitted to it, or by another "
-                "thread's generate): finish or abort them first"
-            )
         batch = as_prompts(prompts)
-        params = self._params_for(batch, sampling_params)
-        encoded = [self._encode(prompt) for prompt in batch]
-        for ids, wanted in zip(encoded, params, strict=True):
-            self.engine.check(ids, wanted)
-        names: list[str] = []
-        finished = self._run(zip(encoded, params, strict=True), names)
-        return [
-            replace(finished[name], prompt=prompt if isinstance(prompt, str) else None)
-            for name, prompt in zip(names, batch, strict=True)
-        ]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+        ids = [self._encode(prompt) for prompt in batch]
+        return self._answer(texts, ids, sampling_params, use_tqdm)
 
-    def _params_for(
+    def chat(
         self,
-        batch: Sequence[Prompt],
-        given: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * len(batch)
-        if not isinstance(given, Sequence):
-            raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
-        if len(given) != len(batch):
-            raise ValueError(f"{len(given)} SamplingParams for {len(batch)} prompts")
-        return list(given)
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> Outputs:
+        """Answer a conversation, or each of several; else as `generate`."""
+        chats = as_conversations(messages)
+        texts = [self.chat_text(chat, add_generation_prompt) for chat in chats]
+        ids = [self._encode(text, special=False) for text in texts]
+        return self._answer(texts, ids, sampling_params, use_tqdm)
 
-    def _encode(self, prompt: Prompt) -> TokenIds:
+    def chat_text(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
+        """What the model's chat template makes of a conversation."""
+        if self.template is None:
+            raise ValueError(f"{self.model} has no chat template: use generate")
+        return self.template.render(messages, add_generation_prompt)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Stream:
+        """The output so far, after each step that adds to it; the last is finished.
+
+        The prompt may be a conversation. Closing the iterator aborts the request.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        if text is None and isinstance(next(iter(prompt), None), Mapping):
+            text = self.chat_text(cast(Sequence[Message], prompt))
+            ids = self._encode(text, special=False)
+        else:
+            ids = self._encode(cast(Prompt, prompt))
+        wanted = [(ids, params or SamplingParams())]
+        self._check(wanted)  # now, and not when the first output is asked for
+        return (replace(output, prompt=text) for output in self._steps(wanted, []))
+
+    def _answer(
+        self,
+        texts: Sequence[str | None],
+        ids: Sequence[TokenIds],
+        given: Params,
+        use_tqdm: bool,
+    ) -> Outputs:
+        requests = list(zip(ids, _params_for(len(ids), given), strict=True))
+        self._check(requests)
+        names: list[str] = []
+        finished: dict[str, RequestOutput] = {}
+        bar = progress_bar("requests", len(ids), use_tqdm and self.progress)
+        with bar as advance, closing(self._steps(requests, names)) as steps:
+            for output in steps:
+                if output.finished:
+                    finished[output.request_id] = output
+                    advance(1)
+        pairs = zip(texts, names, strict=True)
+        return Outputs(replace(finished[name], prompt=text) for text, name in pairs)
+
+    def _encode(self, prompt: Prompt, special: bool = True) -> TokenIds:
         if not isinstance(prompt, str):
             return encode_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids, not text")
         try:
-            ids: list[int] = self.tokenizer.encode(prompt).ids
+            ids: list[int] = self.tokenizer.encode(
+                prompt, add_special_tokens=special
+            ).ids
         except TypeError:  # text that is not Unicode, such as a broken argument
             raise ValueError(f"the prompt is not valid text: {prompt!r}") from None
         return ids
 
-    def _run(
-        self, requests: Iterable[tuple[TokenIds, SamplingParams]], names: list[str]
-    ) -> dict[str, RequestOutput]:
-        """Submit, and step until all are done; if interrupted, nothing goes on."""
-        finished: dict[str, RequestOutput] = {}
+    def _check(self, requests: Requests) -> None:
+        if self.engine.has_unfinished():
+            raise ValueError(
+                "the engine has unfinished requests (submitted to it, a stream, or "
+                "another thread's generate): finish, close or abort them first"
+            )
+        for token_ids, params in requests:
+            self.engine.check(token_ids, params)
+
+    def _steps(self, requests: Requests, names: list[str]) -> Stream:
+        """Submit, and step until all are done; if it is closed, nothing goes on."""
         try:
             for token_ids, params in requests:
                 names.append(self.engine.submit(token_ids, params))
             while self.engine.has_unfinished():
-                finished |= {o.request_id: o for o in self.engine.step() if o.finished}
+                yield from self.engine.step()
         finally:
-            for name in self.engine.unfinished():
-                self.engine.abort(name)
-        return finished
+            self._end_all()
+
+    def _end_all(self) -> None:
+        if (engine := self._engine) is not None:
+            for name in engine.unfinished():
+                engine.abort(name)
+
+    def _repr_html_(self) -> str:
+        if self._engine is None:
+            return _table([(self.model, "closed")])
+        plain, told = EngineOptions(), self.stats()
+        names = (each.name for each in fields(EngineOptions))
+        chosen = [(n, getattr(self.options, n)) for n in names]
+        unusual = [pair for pair in chosen if pair[1] != getattr(plain, pair[0])]
+        counts = [(n.replace("_", " "), f"{told[n]:,}") for n in SUMMARY]
+        return _table([("model", self.model), *unusual, *counts])
+
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Requests = Sequence[tuple[TokenIds, SamplingParams]]
+Stream = Generator[RequestOutput, None, None]
+
+
+def _params_for(num_prompts: int, given: Params) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * num_prompts
+    if not isinstance(given, Sequence):
+        raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
+    if len(given) != num_prompts:
+        raise ValueError(f"{len(given)} SamplingParams for {num_prompts} prompts")
+    return list(given)
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -207,3 +312,34 @@ def _plain(value: Any) -> Any:
         kind = type(value).__name__
         raise ValueError(f"a prompt is text or a list of token ids, not {kind}")
     return value
+
+
+class Outputs(list[RequestOutput]):
+    """The outputs of one call; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        head = ("prompt", "answer", "cached", "computed", "new", "ended by")
+        return _table([head, *(row for output in self for row in _rows_of(output))])
+
+
+def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
+    size, cached = len(output.prompt_token_ids), output.num_cached_tokens
+    prompt = output.prompt or f"{size} token ids"
+    shown = prompt if len(prompt) <= 80 else f"{prompt[:38]} … {prompt[-38:]}"
+    for each in output.outputs:
+        new, reason = len(each.token_ids), each.finish_reason
+        yield shown, each.text, cached, size - cached, new, reason
+
+
+def _table(rows: Iterable[Iterable[object]]) -> str:
+    lines = ("".join(f"<td>{escape(str(x))}</td>" for x in row) for row in rows)
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+SUMMARY = (
+    "lookups",
+    "queried_tokens",
+    "cached_tokens",
+    "prefill_tokens",
+    "pages_total",
+)

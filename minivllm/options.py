@@ -1,9 +1,9 @@
-# Exported from chapters/14_llm.py (bae39477): edit the chapter.
+# Exported from chapters/14_llm.py (018c9462): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from minivllm.engine import (
     Engine,
@@ -18,6 +18,7 @@ from minivllm.grouping import TIERS, LongestPrefix, SharedPrefix, check_tiers
 from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
 from minivllm.radix import EVICTION
+from minivllm.request import SamplingParams
 from minivllm.scheduler import ADMISSIONS, ArrivalOrder, Grouping, Scheduler
 from minivllm.single_flight import (
     RELEASES,
@@ -139,6 +140,39 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
         offered = ", ".join(sorted(known))
         raise ValueError(f"unknown option {unknown[0]!r} (known: {offered})")
     return EngineOptions(**options)
+
+
+SAMPLING = {  # fields of `SamplingParams` that a command line can give, and their help
+    "max_tokens": "Output tokens at most.",
+    "temperature": "0 is greedy; higher is more varied.",
+    "top_k": "Draw from the k likeliest tokens; 0: all.",
+    "top_p": "Draw from the likeliest tokens with this much probability.",
+    "min_p": "Least probability of a token, as a share of the likeliest.",
+    "repetition_penalty": "Above 1: tokens that were there before become unlikelier.",
+    "presence_penalty": "Taken from the logit of each token that was generated.",
+    "frequency_penalty": "The same, for each time it was generated.",
+    "n": "Continuations of each prompt.",
+    "stop": "End the text before this; repeat for more.",
+    "stop_token_ids": "End after this token; repeat for more.",
+    "ignore_eos": "Go on after the model's own end tokens.",
+    "logprobs": "Report this many likely tokens beside each chosen one.",
+    "prompt_logprobs": "The same for the tokens of the prompt.",
+}
+LISTS = {"stop": list[str] | None, "stop_token_ids": list[int] | None}
+
+
+def documented() -> Iterator[tuple[str, Any, Any, str]]:
+    """Name, type, default and help of each option: sampling first, then the engine."""
+    hints = get_type_hints(SamplingParams) | LISTS
+    for each in fields(SamplingParams):
+        if words := SAMPLING.get(each.name):
+            yield each.name, hints[each.name], each.default, words
+    hints = get_type_hints(EngineOptions)
+    for each in fields(EngineOptions):
+        words = each.metadata["help"]
+        if each.name in CHOICES:
+            words += f" One of {', '.join(CHOICES[each.name])}."
+        yield each.name, hints[each.name], each.default, words
 
 
 def assemble(

@@ -1,0 +1,116 @@
+# Exported from chapters/14_llm.py (3281db21): edit the chapter.
+"""From a conversation to the text that the model was trained to continue."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minivllm.loader import Checkpoint, GGUFFile, reading
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A checkpoint's Jinja program, and the special tokens that it may write."""
+
+    source: str
+    tokens: Mapping[str, str] = field(default_factory=dict)  # by name, as bos_token
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as text, by default up to where the answer begins.
+
+        Raises `ValueError` for bad messages and for what the template refuses.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        conversation = [read_message(i, each) for i, each in enumerate(messages)]
+        try:
+            texts, _ = render_jinja_template(
+                [conversation],
+                chat_template=self.source,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ValueError(f"the model's chat template failed: {error}") from None
+        return str(texts[0])
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several -> a list. Raises `ValueError` for anything else."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(
+            "a conversation is a list of messages such as "
+            "{'role': 'user', 'content': 'Hello'}"
+        )
+    if isinstance(messages[0], Sequence) and not isinstance(messages[0], str):
+        return [one for each in messages for one in as_conversations(each)]
+    return [messages]
+
+
+def read_message(index: int, message: Any) -> dict[str, Any]:
+    """A message whose content is one text; `ValueError` names what is wrong."""
+    if not isinstance(message, Mapping):
+        kind = type(message).__name__
+        raise ValueError(f"message {index} must have a role and a content, not {kind}")
+    if (role := message.get("role")) not in ROLES:
+        offered = ", ".join(ROLES)
+        raise ValueError(f"message {index}: role must be {offered}, not {role!r}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return dict(message)
+    return {**message, "content": _text_of(index, content)}
+
+
+def _text_of(index: int, content: Any) -> str:
+    texts: list[str] = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise ValueError(f"message {index}: content must be text, not {part!r}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
+    """The chat template of a folder or GGUF file; None where there is none."""
+    if isinstance(checkpoint, GGUFFile):
+        source = checkpoint.get("tokenizer.chat_template")
+        return ChatTemplate(source, _gguf_tokens(checkpoint)) if source else None
+    with reading(f"{checkpoint}/tokenizer_config.json"):
+        settings = _settings(checkpoint / "tokenizer_config.json")
+        source = _folder_template(checkpoint, settings)
+        names = [name for name in settings if name.endswith("_token")]
+        texts = {name: settings[name] for name in names}
+        tokens = {
+            n: t["content"] if isinstance(t, dict) else t for n, t in texts.items()
+        }
+        known = {n: t for n, t in tokens.items() if isinstance(t, str)}
+    return ChatTemplate(source, known) if source else None
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+
+
+def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text("utf-8")
+    older = _settings(folder / "chat_template.json")
+    found = older.get("chat_template") or settings.get("chat_template")
+    if isinstance(found, list):
+        return next((t["template"] for t in found if t["name"] == "default"), None)
+    return found
+
+
+def _gguf_tokens(file: GGUFFile) -> dict[str, str]:
+    words = file.strings("tokenizer.ggml.tokens")
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    ids = {ours: file.get(f"tokenizer.ggml.{n}_token_id") for n, ours in names.items()}
+    return {f"{n}_token": words[i] for n, i in ids.items() if i is not None}
