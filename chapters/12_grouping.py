@@ -401,7 +401,7 @@ class LongestPrefix(ArrivalOrder):
 
     def num_cached(self, state: RequestState) -> int:
         """Tokens of a request that the index holds now."""
-        return self.find(state.tokens, state.request.extra_key).matched_len
+        return self.find(state.sought, state.request.extra_key).matched_len
 
     def is_due(self, state: RequestState) -> bool:
         """Whether a request has been passed over often enough."""
