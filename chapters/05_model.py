@@ -1387,56 +1387,6 @@ draw_rows(
 # and a chunk of 9 tokens is multiplied by other kernels than one of 40. Nobody promises
 # equal bits, and the tests of this book do not ask for them.
 #
-# ## Where a step's time goes
-#
-# A step that decodes reads all weights and all contexts once, and computes little. The record below
-# was made by `minivllm bench engine` with SmolLM2 on two cores: steps of 1, 8 and 16
-# requests, each with some 500 tokens of context.
-
-# %% tags=["hide-input"]
-import json
-from pathlib import Path
-
-engine_record = json.loads(Path("../figures/measured/engine.json").read_text("utf-8"))
-parts_shown = {"products": "published", "head": "pinned", "attention": "private"}
-rows = []
-for found in engine_record["breakdowns"]:
-    start, cells = 0.0, []
-    for part, seconds in found["parts"].items():
-        if part in parts_shown:
-            cells.append((start, 1e3 * seconds, parts_shown[part], part))
-            start += 1e3 * seconds
-    whole = 1e3 * sum(found["parts"].values())
-    cells.append((start, whole - start, "plain", "rest"))
-    rows.append((f"{found['dtype']}, {found['num_requests']}: {whole:.0f} ms", cells))
-draw_rows(
-    rows,
-    caption="Where a decode step goes: the products of the layers, the head, attention with "
-    "its gathering, and all the rest (norms, rotation, sampling, scheduling, Python).",
-)
-
-# %% name="shares"
-for found in engine_record["breakdowns"]:
-    parts = found["parts"]
-    whole = sum(parts.values())
-    kind = f"{found['dtype']:8}, {found['num_requests']:2} requests:"
-    shares = {n: f"{parts[n] / whole:.0%}" for n in ("products", "attention")}
-    print(
-        kind, shares, f"scheduling, cache: {parts['scheduling and cache'] / whole:.1%}"
-    )
-for row in engine_record["rows"]:
-    if row["load"] == "shared prefix":
-        print(
-            f"{row['dtype']:8}, shared prefix: {row['ratio']['median']:.2f} times as fast"
-        )
-
-# %% [markdown]
-# Sixteen requests do not take sixteen times as long as one, for the weights are read once for
-# all. That is why an engine batches. Contexts are nobody's but their owner's, and grow
-# with the batch: at sixteen attention has become a large part. Unless they begin alike. With 480
-# of 494 tokens in common the same step is faster by the factor in the last lines. What the scheduler and
-# the cache of chapters 3 to 7 cost in Python is the small share in the last column.
-#
 # ## The token that is computed twice
 #
 # Now the scratch page. Both pages of a 32-token prompt are cached, and the last token, position 31,
