@@ -206,8 +206,9 @@ class Read:
 
     `rows` [contexts * readers] are theirs in the batch, `slots` [contexts * length] are
     what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
-    context has ended, or None. `keys` and `values` [contexts, length, kv_heads,
+    context has ended, or None. `keys` and `values` [contexts * length, kv_heads,
     head_dim] are where every layer puts them side by side: memory is asked for once.
+    `by_head` is the same memory as `attend` wants it.
     """
 
     rows: Tensor
@@ -215,6 +216,7 @@ class Read:
     bias: Tensor | None
     keys: Tensor
     values: Tensor
+    by_head: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -354,7 +356,7 @@ class PagedAttention:
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
         if len(plan.reads) == 1 and not plan.chunks:
-            return self._read(query, plan.reads[0])[0]
+            return self._read(query, plan.reads[0])[0].reshape(query.shape)
         out = torch.zeros_like(query)
         for chunk in plan.chunks:
             out[chunk.rows] = self._attend(query[chunk.rows], chunk)
@@ -624,9 +626,11 @@ def _read_of(
         over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
         bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(memory.device)
         contexts = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
+    keys = memory.new_empty(len(lengths) * longest, *memory.shape[1:])
+    values = torch.empty_like(keys)
     shape = (len(lengths), longest, *memory.shape[1:])
-    keys, values = memory.new_empty(shape), memory.new_empty(shape)
-    return Read(rows, torch.cat(list(contexts)), bias, keys, values)
+    by_head = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+    return Read(rows, torch.cat(list(contexts)), bias, keys, values, by_head)
 
 
 # %% [markdown]
@@ -661,6 +665,13 @@ def has_fused_attention(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def _by_row(x: Tensor, rows: int, heads: int, head_dim: int) -> Tensor:
+    """[contexts, kv_heads, readers * group, any] -> [rows, heads, any]."""
+    contexts, kv_heads = x.shape[:2]
+    split = x.reshape(contexts, kv_heads, rows // contexts, heads // kv_heads, -1)
+    return split.transpose(1, 2).reshape(rows, heads, -1)
+
+
 # %% [markdown]
 # Two halves of one context, put together, against the whole:
 
@@ -680,25 +691,24 @@ print("the mean of the two:", verdict((one + two) / 2, whole))
 # %% export="attention.py"
 class PagedAttention(PagedAttention):
     def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """Averages [rows, heads, head_dim] and sums [rows, heads, 1] of one product."""
-        torch.index_select(self.keys, 0, read.slots, out=read.keys.flatten(0, 1))
-        torch.index_select(self.values, 0, read.slots, out=read.values.flatten(0, 1))
-        keys, values = read.keys.transpose(1, 2), read.values.transpose(1, 2)
-        contexts, kv_heads = keys.shape[:2]
-        readers, group = len(query) // contexts, query.shape[1] // kv_heads
-        by_head = query.view(contexts, readers, kv_heads, group, -1).transpose(1, 2)
-        found = attend(by_head.flatten(2, 3), keys, values, read.bias)
-        out, sums = (
-            x.view(contexts, kv_heads, readers, group, -1).transpose(1, 2)
-            for x in found
-        )
-        return out.reshape(query.shape), sums.reshape(*query.shape[:2], 1)
+        """Averages and sums of one product, by context: see `_by_row`."""
+        torch.index_select(self.keys, 0, read.slots, out=read.keys)
+        torch.index_select(self.values, 0, read.slots, out=read.values)
+        contexts, kv_heads, _, head_dim = read.by_head[0].shape
+        if len(query) == contexts:
+            asked = query.view(contexts, kv_heads, -1, head_dim)
+        else:
+            group = query.shape[1] // kv_heads
+            asked = query.view(contexts, -1, kv_heads, group, head_dim)
+            asked = asked.transpose(1, 2).flatten(2, 3)
+        return attend(asked, *read.by_head, read.bias)
 
     def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
         """Average the averages of a token's reads, each weighed by its sum."""
         sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
         for read in reads:
-            part, part_sum = self._read(query[read.rows], read)
+            found, shape = self._read(query[read.rows], read), query.shape[1:]
+            part, part_sum = (_by_row(x, len(read.rows), *shape) for x in found)
             known, known_sum = out[read.rows].float(), sums[read.rows]
             share = torch.sigmoid(part_sum - known_sum)
             whole = torch.lerp(known, part.float(), share).to(out.dtype)
@@ -1390,56 +1400,6 @@ draw_rows(
 # *Equal* means: within 0.0001. Adding the same floats in another order rounds differently,
 # and a chunk of 9 tokens is multiplied by other kernels than one of 40. Nobody promises
 # equal bits, and the tests of this book do not ask for them.
-#
-# ## Where a step's time goes
-#
-# A step that decodes reads all weights and all contexts once, and computes little. The record below
-# was made by `minivllm bench engine` with SmolLM2 on two cores: steps of 1, 8 and 16
-# requests, each with some 500 tokens of context.
-
-# %% tags=["hide-input"]
-import json
-from pathlib import Path
-
-engine_record = json.loads(Path("../figures/measured/engine.json").read_text("utf-8"))
-parts_shown = {"products": "published", "head": "pinned", "attention": "private"}
-rows = []
-for found in engine_record["breakdowns"]:
-    start, cells = 0.0, []
-    for part, seconds in found["parts"].items():
-        if part in parts_shown:
-            cells.append((start, 1e3 * seconds, parts_shown[part], part))
-            start += 1e3 * seconds
-    whole = 1e3 * sum(found["parts"].values())
-    cells.append((start, whole - start, "plain", "rest"))
-    rows.append((f"{found['dtype']}, {found['num_requests']}: {whole:.0f} ms", cells))
-draw_rows(
-    rows,
-    caption="Where a decode step goes: the products of the layers, the head, attention with "
-    "its gathering, and all the rest (norms, rotation, sampling, scheduling, Python).",
-)
-
-# %% name="shares"
-for found in engine_record["breakdowns"]:
-    parts = found["parts"]
-    whole = sum(parts.values())
-    kind = f"{found['dtype']:8}, {found['num_requests']:2} requests:"
-    shares = {n: f"{parts[n] / whole:.0%}" for n in ("products", "attention")}
-    print(
-        kind, shares, f"scheduling, cache: {parts['scheduling and cache'] / whole:.1%}"
-    )
-for row in engine_record["rows"]:
-    if row["load"] == "shared prefix":
-        print(
-            f"{row['dtype']:8}, shared prefix: {row['ratio']['median']:.2f} times as fast"
-        )
-
-# %% [markdown]
-# Sixteen requests do not take sixteen times as long as one, for the weights are read once for
-# all. That is why an engine batches. Contexts are nobody's but their owner's, and grow
-# with the batch: at sixteen attention has become a large part. Unless they begin alike. With 480
-# of 494 tokens in common the same step is faster by the factor in the last lines. What the scheduler and
-# the cache of chapters 3 to 7 cost in Python is the small share in the last column.
 #
 # ## The token that is computed twice
 #

@@ -1402,9 +1402,8 @@ hf_config = {
 }
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "config.json").write_text(json.dumps(hf_config), "utf-8")
-    weights = {
-        f"model.{n}": p for n, p in model.named_parameters() if n != "lm_head.weight"
-    }
+    plain = load_model(open_checkpoint("smollm2"), torch.device("cpu"), torch.float32)
+    weights = {f"model.{name}": each for name, each in plain.named_parameters()}
     save_file(weights, Path(folder, "model.safetensors"))
     again = load_model(open_checkpoint(folder), torch.device("cpu"), torch.float32)
 runner = ModelRunner(again, num_pages=4, page_size=16)

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (6fd4b773): edit the chapter.
+# Exported from chapters/05_model.py (f9451f77): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Read:
 
     `rows` [contexts * readers] are theirs in the batch, `slots` [contexts * length] are
     what they look at, and `bias` [contexts, 1, 1, length] is -inf where a shorter
-    context has ended, or None. `keys` and `values` [contexts, length, kv_heads,
+    context has ended, or None. `keys` and `values` [contexts * length, kv_heads,
     head_dim] are where every layer puts them side by side: memory is asked for once.
+    `by_head` is the same memory as `attend` wants it.
     """
 
     rows: Tensor
@@ -44,6 +45,7 @@ class Read:
     bias: Tensor | None
     keys: Tensor
     values: Tensor
+    by_head: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class PagedAttention:
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
         if len(plan.reads) == 1 and not plan.chunks:
-            return self._read(query, plan.reads[0])[0]
+            return self._read(query, plan.reads[0])[0].reshape(query.shape)
         out = torch.zeros_like(query)
         for chunk in plan.chunks:
             out[chunk.rows] = self._attend(query[chunk.rows], chunk)
@@ -141,25 +143,24 @@ class PagedAttention:
         return out[0].transpose(0, 1)
 
     def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """Averages [rows, heads, head_dim] and sums [rows, heads, 1] of one product."""
-        torch.index_select(self.keys, 0, read.slots, out=read.keys.flatten(0, 1))
-        torch.index_select(self.values, 0, read.slots, out=read.values.flatten(0, 1))
-        keys, values = read.keys.transpose(1, 2), read.values.transpose(1, 2)
-        contexts, kv_heads = keys.shape[:2]
-        readers, group = len(query) // contexts, query.shape[1] // kv_heads
-        by_head = query.view(contexts, readers, kv_heads, group, -1).transpose(1, 2)
-        found = attend(by_head.flatten(2, 3), keys, values, read.bias)
-        out, sums = (
-            x.view(contexts, kv_heads, readers, group, -1).transpose(1, 2)
-            for x in found
-        )
-        return out.reshape(query.shape), sums.reshape(*query.shape[:2], 1)
+        """Averages and sums of one product, by context: see `_by_row`."""
+        torch.index_select(self.keys, 0, read.slots, out=read.keys)
+        torch.index_select(self.values, 0, read.slots, out=read.values)
+        contexts, kv_heads, _, head_dim = read.by_head[0].shape
+        if len(query) == contexts:
+            asked = query.view(contexts, kv_heads, -1, head_dim)
+        else:
+            group = query.shape[1] // kv_heads
+            asked = query.view(contexts, -1, kv_heads, group, head_dim)
+            asked = asked.transpose(1, 2).flatten(2, 3)
+        return attend(asked, *read.by_head, read.bias)
 
     def _read_all(self, query: Tensor, reads: Sequence[Read], out: Tensor) -> None:
         """Average the averages of a token's reads, each weighed by its sum."""
         sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
         for read in reads:
-            part, part_sum = self._read(query[read.rows], read)
+            found, shape = self._read(query[read.rows], read), query.shape[1:]
+            part, part_sum = (_by_row(x, len(read.rows), *shape) for x in found)
             known, known_sum = out[read.rows].float(), sums[read.rows]
             share = torch.sigmoid(part_sum - known_sum)
             whole = torch.lerp(known, part.float(), share).to(out.dtype)
@@ -246,9 +247,11 @@ def _read_of(
         over = torch.arange(longest) >= torch.tensor(lengths)[:, None, None, None]
         bias = torch.zeros(over.shape).masked_fill(over, -math.inf).to(memory.device)
         contexts = [torch.cat((c, c[-1:].expand(longest - len(c)))) for c in contexts]
+    keys = memory.new_empty(len(lengths) * longest, *memory.shape[1:])
+    values = torch.empty_like(keys)
     shape = (len(lengths), longest, *memory.shape[1:])
-    keys, values = memory.new_empty(shape), memory.new_empty(shape)
-    return Read(rows, torch.cat(list(contexts)), bias, keys, values)
+    by_head = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+    return Read(rows, torch.cat(list(contexts)), bias, keys, values, by_head)
 
 
 def attend(
@@ -272,3 +275,10 @@ def attend(
 def has_fused_attention(device: torch.device) -> bool:
     """PyTorch tells these sums for a CPU only: elsewhere `attend` adds them up."""
     return device.type == "cpu"
+
+
+def _by_row(x: Tensor, rows: int, heads: int, head_dim: int) -> Tensor:
+    """[contexts, kv_heads, readers * group, any] -> [rows, heads, any]."""
+    contexts, kv_heads = x.shape[:2]
+    split = x.reshape(contexts, kv_heads, rows // contexts, heads // kv_heads, -1)
+    return split.transpose(1, 2).reshape(rows, heads, -1)

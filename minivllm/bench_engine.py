@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (ae95e0d3): edit the chapter.
+# Exported from chapters/15_measuring.py (d8577047): edit the chapter.
 """`minivllm bench engine`: steps beside transformers, and where their time goes."""
 
 import time
@@ -11,6 +11,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from minivllm.batch import Chunk
 from minivllm.bench import Trial, compare, measure
 from minivllm.bench_reuse import decoder_of, load_transformers, make_prompt, spread_of
 from minivllm.engine import Engine
@@ -39,7 +40,7 @@ class Sizes:
     @property
     def num_steps(self) -> int:
         """Output tokens that leave room for all readings."""
-        return STEPS * (self.repeats + 3) + 2
+        return STEPS * (self.repeats + 3) + max(self.batches) + 2
 
 
 QUICK = Sizes((1, 2), context=40, shared=32, prefill=48, repeats=1)
@@ -72,6 +73,14 @@ def submit(engine: Engine, prompt: Sequence[int], max_tokens: int) -> None:
     engine.submit(list(prompt), params)
 
 
+class NoModel:
+    """Computes nothing: contexts are drawn, for time does not depend on the numbers."""
+
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Token 0 for each chunk that samples."""
+        return [0 if chunk.samples else None for chunk in chunks]
+
+
 def decoding(
     llm: "LLM", sizes: Sizes, num_requests: int, index: str = "none"
 ) -> Engine:
@@ -81,13 +90,17 @@ def decoding(
     """
     num_tokens = sizes.context + sizes.num_steps
     engine = make_engine(llm, num_requests, num_tokens, index)
+    runner, engine.runner = engine.runner, NoModel()
     prompt = list(make_prompt(llm, sizes.context))
     for i in range(num_requests):
         own = [(token + i) % llm.config.vocab_size for token in prompt[sizes.shared :]]
         submit(engine, [*prompt[: sizes.shared], *own], sizes.num_steps)
         engine.step()
-    while any(state.num_output == 0 for state in engine.scheduler.running):
-        engine.step()
+    assert isinstance(runner, ModelRunner)
+    for layer in runner.memory:
+        layer.keys.normal_()
+        layer.values.normal_()
+    engine.runner = runner
     return engine
 
 

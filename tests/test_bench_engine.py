@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from tiny_models import tiny
 
 from minivllm.bench_engine import (
@@ -36,17 +37,16 @@ def test_the_engine_is_in_the_middle_of_its_answers(llm):
         assert len({tuple(chunk.pages[:2]) for chunk in chunks}) == (1 if shared else 3)
 
 
-def test_both_compute_what_the_row_says(llm):
-    """Their step after our prompt gives our next token."""
+def test_both_run_the_same_weights(llm):
+    """Their step behind a prompt gives the token that the true logits name."""
     bench = EngineBench(llm, str(tiny(MODEL).folder), QUICK)
     engine = decoding(llm, QUICK, 1)
     (state,) = engine.scheduler.running
-    step = bench.peer.decoding(2)
-    assert step() == 2
-    prompt, first = bench.peer.prompt[: QUICK.context], state.tokens[QUICK.context]
-    logits = tiny(MODEL).logits(prompt)
+    prompt = bench.peer.prompt[: QUICK.context]
     assert list(state.tokens[: QUICK.shared]) == prompt[: QUICK.shared]
-    assert first == int(logits[-1].argmax())
+    assert bench.peer.decoding(2)() == 2
+    best = bench.peer.forward(torch.tensor([prompt]), bench.peer.new_cache())
+    assert int(best) == int(tiny(MODEL).logits(prompt)[-1].argmax())
 
 
 def test_the_parts_add_up_and_the_clocks_go(llm):
