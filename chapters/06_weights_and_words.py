@@ -300,6 +300,7 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
 # finite. Only, the model turns the wrong pairs. We shuffle back.
 
 # %% export="loader.py"
+ROPE_FACTORS = "rope_freqs.weight"
 GGUF_NAMES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -362,20 +363,24 @@ class GGUFFile:
 
 
 # %% [markdown]
-# Its tensors come out one at a time, unpacked, renamed, and with their rows in our order.
+# Its tensors come out one at a time, unpacked, renamed, and with their rows in our order. A
+# matrix is unpacked a few rows at a time, straight into the number format that is wanted: whole,
+# it would stand in memory as float32 two or three times beside the model.
 
 
 # %% export="loader.py"
+CHUNK = 2**20  # numbers that are unpacked at a time
+
+
 class GGUFFile(GGUFFile):
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
         heads = self.get(".attention.head_count")
         kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
-            name = self._decoder_name(packed.name)
-            tensor = torch.from_numpy(
-                dequantize(packed.data, packed.tensor_type).copy()
-            )
+            if packed.name == ROPE_FACTORS:
+                continue  # no weight: see `rope_factors`
+            name, tensor = self._decoder_name(packed.name), _unpack(packed, dtype)
             if self.family == "llama" and name.endswith(
                 ("q_proj.weight", "k_proj.weight")
             ):
@@ -392,9 +397,32 @@ class GGUFFile(GGUFFile):
             raise LoadError(f"{self.path}: a tensor of unknown use, {name}")
         return f"{prefix}{GGUF_NAMES[stem]}.{kind}"
 
+    def rope_factors(self) -> Tensor | None:
+        """What each frequency of the rotation is divided by, in Llama 3's files."""
+        found = (t for t in self._reader.tensors if t.name == ROPE_FACTORS)
+        return next((_unpack(t, torch.float32) for t in found), None)
+
+    def num_embeddings(self) -> int:
+        """Rows of the embedding; some files pad it beyond their vocabulary."""
+        shapes = (
+            t.shape for t in self._reader.tensors if t.name == "token_embd.weight"
+        )
+        return int(next(shapes, [0])[-1])
+
     def has_tensor(self, name: str) -> bool:
         """Whether the file holds a tensor of this (GGUF) name."""
         return any(tensor.name == name for tensor in self._reader.tensors)
+
+
+def _unpack(packed: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor of the file as numbers, a few rows at a time."""
+    *_, width = shape = [int(size) for size in reversed(packed.shape)]
+    rows, tensor = np.atleast_2d(packed.data), torch.empty(shape, dtype=dtype)
+    step, out = max(1, CHUNK // width), tensor.view(-1, width)
+    for start in range(0, len(rows), step):
+        some = dequantize(rows[start : start + step], packed.tensor_type)
+        out[start : start + step] = torch.from_numpy(some.copy())
+    return tensor
 
 
 def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
@@ -413,8 +441,7 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
     """Refuse what would change the numbers and is not handled."""
     reasons = {
         "rope scaling": file.get(".rope.scaling.type", "none") != "none"
-        or file.get(".rope.scale_linear", 1.0) != 1.0
-        or file.has_tensor("rope_freqs.weight"),
+        or file.get(".rope.scale_linear", 1.0) != 1.0,
         "a partial rotation": file.get(".rope.dimension_count", head_dim) != head_dim,
         "a sliding window": file.get(".attention.sliding_window", 0),
         "a mixture of experts": file.get(".expert_count", 0),
@@ -426,16 +453,12 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
-    if file.get(".rope.scaling.type", "none") != "none" or file.has_tensor(
-        "rope_freqs.weight"
-    ):
-        raise LoadError(f"{file.path}: rope scaling in GGUF files is not supported yet")
     heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
     head_dim = file.get(".attention.key_length", hidden // heads)
     refuse_gguf(file, head_dim)
     eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
-        vocab_size=len(file.strings("tokenizer.ggml.tokens")),
+        vocab_size=file.num_embeddings(),
         hidden_size=hidden,
         intermediate_size=file.get(".feed_forward_length"),
         num_layers=file.get(".block_count"),
@@ -520,11 +543,23 @@ def load_model(
     source = checkpoint.path if isinstance(checkpoint, GGUFFile) else checkpoint
     with reading(source):
         if isinstance(checkpoint, GGUFFile):
-            config, tensors = gguf_config(checkpoint), checkpoint.tensors()
+            config, tensors = gguf_config(checkpoint), checkpoint.tensors(dtype)
         else:
             config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
         seen = _count(tensors, config, progress)
-        return build(config, seen, device, dtype, source)
+        model = build(config, seen, device, dtype, source)
+        if isinstance(checkpoint, GGUFFile):
+            stretch(model, checkpoint.rope_factors())
+        return model
+
+
+def stretch(model: Decoder, factors: Tensor | None) -> None:
+    """Slow the rotation down, each frequency by its factor [head_dim / 2]."""
+    if factors is not None:
+        plain = model.frequencies
+        if factors.shape != plain.shape or not bool((factors > 0).all()):
+            raise LoadError(f"{ROPE_FACTORS} must be {len(plain)} numbers above 0")
+        model.frequencies = plain / factors.to(plain.device)
 
 
 def _count(
@@ -605,25 +640,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 from tokenizers.processors import TemplateProcessing
 
 from minivllm.request import SamplingParams
 
 CONTROL, USER_DEFINED = 3, 4  # values of GGUF's `tokenizer.ggml.token_type`
 GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+
+
+def _split(digits: str) -> pre_tokenizers.Sequence:
+    """The pattern of Llama 3 and Qwen2, which differ in how many digits go together."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([cut, bytes_only])
+
+
 PRE_TOKENIZERS = {  # how GGUF's `tokenizer.ggml.pre` cuts text before merging
     "gpt-2": GPT2_SPLIT,
     "default": GPT2_SPLIT,
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), GPT2_SPLIT]
     ),
+    "qwen2": _split(r"\p{N}"),
+    "deepseek-r1-qwen": _split(r"\p{N}"),
+    **dict.fromkeys(LLAMA3, _split(r"\p{N}{1,3}")),
 }
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer of a model folder or GGUF file; None for a folder that has none."""
+    """The tokenizer of a model folder or GGUF file; None for one that has none."""
     if isinstance(checkpoint, GGUFFile):
+        if checkpoint.get("tokenizer.ggml.model") in (None, "no_vocab"):
+            return None
         with reading(checkpoint.path):
             return gguf_tokenizer(checkpoint)
     with reading(f"{checkpoint}/tokenizer"):
@@ -672,21 +734,39 @@ def tokenizer_ends(
 
 # %% export="tokenizer.py"
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
-    """Build a byte-pair tokenizer from the tables of a GGUF file."""
-    model, pre = (
-        file.get("tokenizer.ggml.model"),
-        file.get("tokenizer.ggml.pre", "default"),
-    )
-    if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise LoadError(
-            f"{file.path}: tokenizer {model!r} with {pre!r} is not supported yet"
-        )
+    """Build the tokenizer that the tables of a GGUF file describe."""
+    kind = file.get("tokenizer.ggml.model")
+    pre = file.get("tokenizer.ggml.pre", "default")
     words = file.strings("tokenizer.ggml.tokens")
+    if kind == "llama":
+        tokenizer = _sentencepiece(file, words)
+    elif kind == "gpt2" and pre in PRE_TOKENIZERS:
+        tokenizer = _byte_pairs(file, words, pre)
+    else:
+        raise LoadError(f"{file.path}: tokenizer {kind!r} with {pre!r} is not known")
+    _add_special(tokenizer, file, words)
+    if file.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in LLAMA3):
+        begin = words[file.get("tokenizer.ggml.bos_token_id")]
+        ids = [(begin, tokenizer.token_to_id(begin))]
+        tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
+    return tokenizer
+
+
+def _byte_pairs(file: GGUFFile, words: list[str], pre: str) -> Tokenizer:
+    """Pieces of bytes, merged in the order of a list: GPT-2's way."""
     pairs = (merge.partition(" ") for merge in file.strings("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in pairs]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    ids = {word: i for i, word in enumerate(words)}
+    whole_words = pre in LLAMA3  # a word of the vocabulary needs no merging
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=whole_words))
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
+    if "qwen" in pre:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _add_special(tokenizer: Tokenizer, file: GGUFFile, words: list[str]) -> None:
     kinds = file.get("tokenizer.ggml.token_type")
     for word, kind in zip(words, kinds, strict=True):
         token = AddedToken(word, normalized=False, special=kind == CONTROL)
@@ -694,10 +774,39 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
             tokenizer.add_special_tokens([token])
         elif kind == USER_DEFINED:
             tokenizer.add_tokens([token])
-    if file.get("tokenizer.ggml.add_bos_token", False):
-        begin = words[file.get("tokenizer.ggml.bos_token_id")]
-        ids = [(begin, tokenizer.token_to_id(begin))]
-        tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
+
+
+# %% [markdown]
+# Older Llama files (`llama`) come from SentencePiece: no list of merges, but a score for each
+# word. Of all neighbours that make a word, those merge first whose word scores highest. That is
+# a list of merges again, sorted by score; what no word covers is spelt in bytes. A space is
+# written `▁`, and one is put before the text.
+
+
+# %% export="tokenizer.py"
+def _sentencepiece(file: GGUFFile, words: list[str]) -> Tokenizer:
+    """Pieces of text, merged in the order of their scores."""
+    ids = {word: i for i, word in enumerate(words)}
+    scores = file.get("tokenizer.ggml.scores")
+    cuts = ((w, w[:i], w[i:]) for w in words for i in range(1, len(w)))
+    known = [
+        (w, left, right) for w, left, right in cuts if left in ids and right in ids
+    ]
+    known.sort(key=lambda cut: (-scores[ids[cut[0]]], ids[cut[1]], ids[cut[2]]))
+    merges = [(left, right) for _, left, right in known]
+    unknown = words[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    model = models.BPE(
+        ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    prefixed = file.get("tokenizer.ggml.add_space_prefix", True)
+    before = [normalizers.Prepend("▁")] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [*before, normalizers.Replace(" ", "▁")]
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence([*parts, *strip])
     return tokenizer
 
 

@@ -2,8 +2,6 @@
 # # 14. An engine that people know how to use
 #
 # vLLM's quickstart has three lines: make an `LLM`, make `SamplingParams`, call `generate`.
-# Many have typed them; ours should need nothing else. So this chapter adds no capability.
-# It makes the parts of the earlier chapters answer to three known lines:
 #
 # ```python
 # llm = LLM("smollm2")
@@ -11,12 +9,36 @@
 # outputs = llm.generate(["The capital of France is"], params)
 # ```
 #
+# Many have typed them; ours should need nothing else. How many decisions does the first line
+# make without a word? Thirteen chapters have each left a choice open: how a prefix is found,
+# when a page becomes visible, who waits, who rides together, what must fit, what is thrown away.
+
+# %% name="engines"
+from math import prod
+
+from minivllm.options import CHOICES
+
+axes = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
+print([len(CHOICES[axis]) for axis in axes], prod(len(CHOICES[axis]) for axis in axes))
+
+# %% [markdown]
+# [648](#engines) engines, before anyone has named a device or a page size. It would be natural to
+# expect a chapter that makes them easy to use to hide them: a default, and a facade in front of
+# it. A facade has a price. Whoever wants the 649th engine must take it down, and whoever wants
+# to know which engine is running must look behind it. So this chapter adds no capability and
+# hides none. It puts the choices in one place, with names, and shows that the three lines
+# are what is left when nobody chooses.
+#
 # ## One place that knows all names
 #
 # So far no part knows which others it works with. The scheduler takes *a* grouping, the
-# engine *a* publisher and *a* runner. Somebody has to choose, and it should be one place:
-# the *composition root*. It turns names ("radix", "step") into objects and plugs them
-# together. If you want to know what an option does, you start reading here.
+# engine *a* publisher and *a* runner. That is why chapter 8 could put a model made of time
+# where a real one had been, and why chapter 11 could try designs that did not survive. But
+# somebody has to choose. If every part chose its own neighbours, an option would have to travel
+# through five constructors to the one that reads it, and each would have to know its name.
+# So it is done in one place: the *composition root*. It turns names ("radix", "step") into
+# objects and plugs them together; nothing else may. If you want to know what an option does,
+# you start reading here.
 #
 # The options come first, each with its choices and a word of help. An option offers only
 # what exists; a misspelt one is refused with the list of what could have been meant. They
@@ -284,6 +306,53 @@ def _grouping(
 
 
 # %% [markdown]
+# Does it hold? The promise of the [engine](07_engine.md) was that no choice changes an answer. Now
+# all of them can be made in a loop. Each engine gets the simulated model of
+# [chapter 8](08_simulation.md) and the prologue's load: a prompt of 493 tokens, twice at once and
+# once again when both are done.
+
+# %% name="all"
+from collections import Counter
+from itertools import product
+
+from minivllm.simulation import SerialPrefill, SimulatedRunner, VirtualClock
+
+
+def two_then_one(options: EngineOptions) -> tuple[list[list[int]], tuple[int, ...]]:
+    """What an engine says to three identical prompts, and the tokens it reused."""
+    clock = VirtualClock()
+    costs = SerialPrefill(chunk_s=0.01, token_s=0.001, decode_s=0.01, k=0.5)
+    runner = SimulatedRunner(costs, clock, 1000, 128, 16)
+    engine = assemble(options, 128, runner, Limits(1000, 2048), clock=clock)
+    done = []
+    for together in (2, 1):
+        for _ in range(together):
+            engine.submit(range(493), SamplingParams(temperature=0, max_tokens=4))
+        while engine.has_unfinished():
+            done += [output for output in engine.step() if output.finished]
+    done.sort(key=lambda output: int(output.request_id))
+    answers = [output.outputs[0].token_ids for output in done]
+    return answers, tuple(output.num_cached_tokens for output in done)
+
+
+engines = [
+    EngineOptions(**dict(zip(axes, names, strict=True)))
+    for names in product(*(CHOICES[axis] for axis in axes))
+]
+runs = [two_then_one(options) for options in engines]
+print(len(engines), "engines,", len({str(answers) for answers, _ in runs}), "answer")
+for cached, times in Counter(cached for _, cached in runs).most_common():
+    print(f"{times:4} engines reused {cached}")
+
+# %% [markdown]
+# [648](#all) engines, [1](#all) answer, and three ways to spend one's time. A third of them, those
+# without an index, reuse nothing. [108](#all) are in the state of the prologue: the twin that
+# comes at the same moment finds nothing, the one that comes later finds [480](#all) tokens.
+# The other [324](#all) compute the prompt once. A policy that changed an answer would have shown
+# here as a second line of text; this is the cheapest test of the whole book, and the tests run
+# a larger one.
+
+# %% [markdown]
 # ## A conversation is a text
 #
 # A chat model has learned to continue one kind of text: turns, each between marks of its own.
@@ -423,12 +492,37 @@ def _gguf_tokens(file: GGUFFile) -> dict[str, str]:
 
 
 # %% [markdown]
+# The default model has such a program. Here is what it makes of one question:
+
+# %% name="template"
+from minivllm.loader import open_checkpoint
+
+template = load_template(open_checkpoint("smollm2"))
+print(template.render([{"role": "user", "content": "Who are you?"}]))
+
+# %% [markdown]
+# Two things are worth a look. The first turn was not ours: this model was trained to be told who
+# it is, and the template does it. And the text ends where an answer would begin. Without that
+# last line (`add_generation_prompt=False`) the model would be asked to continue a conversation,
+# and might well write the user's next question.
+#
+# A template that forgets the system message, or writes it a second time when the history grows,
+# also costs pages: the text of turn two must *begin* with the text of turn one, or nothing of it
+# can be reused. A template that puts today's date at the top reuses nothing after midnight.
+
+# %% [markdown]
 # ## Where, how exact, how much
 #
-# Three values depend on the machine. The device: CUDA if there is one, else Apple's MPS,
+# Everything so far was the same on every machine. Three values are not. The device: CUDA if there is one, else Apple's MPS,
 # else the CPU. The number format: 16 bit where the hardware likes it; on a CPU float32,
 # because many CPUs are slower in 16 bit than in 32. The number of pages: a share of the
-# memory that is free, since K/V memory is taken whole, before the first request.
+# memory that is free, since K/V memory is taken whole, before the first request. A pool that
+# grew with the load would fail in the middle of somebody's answer; one that is taken at the
+# start fails there, with a line that names `num_pages`.
+#
+# Each has a name to be said instead, and what cannot be done is refused: a device that is not
+# there must not become a CPU in silence. An engine that is thirty times slower than yesterday
+# is a worse message than one line.
 
 
 # %% export="llm.py"
@@ -665,7 +759,10 @@ class LLM(LLM):
 
 # %% [markdown]
 # And `stream` gives what is there after every token. A stream that is closed early, or left by
-# an exception, takes its request with it.
+# an exception, takes its request with it: a request that nobody listens to would hold its pages
+# until it had said everything. Two moments are kept apart. The prompt is checked when `stream` is
+# called, so that a mistake appears at that line and not in a loop further down. It is submitted
+# when the first output is asked for, so that a stream which nobody reads costs nothing.
 
 
 # %% export="llm.py"
@@ -690,7 +787,11 @@ class LLM(LLM):
 
 # %% [markdown]
 # All three share the rest: one `SamplingParams` for all or one each, text to ids, the checks,
-# and the loop, which leaves nothing running when somebody presses Ctrl-C.
+# and the loop, which leaves nothing running when somebody presses Ctrl-C. The loop is a
+# generator. Whoever closes it, by reading it to the end, by `close`, or by an exception on the
+# way, comes through the same `finally`. That is also why `generate` wraps it in `closing`: an
+# exception keeps the frames that it passed alive in its traceback, and a generator that only
+# waits to be collected would wait as long as somebody looks at that traceback.
 
 
 # %% export="llm.py"
@@ -764,7 +865,9 @@ def _params_for(num_prompts: int, given: Params) -> list[SamplingParams]:
 
 
 # %% [markdown]
-# What is a prompt? A list of ints is one; a list of anything else is several.
+# What is a prompt? A list of ints is one; a list of anything else is several. Arrays and tensors
+# count as lists, because that is what people have in their hands; bytes do not, because
+# `b"Hello"` would be taken for five token ids and answered.
 
 
 # %% export="llm.py"
@@ -1042,6 +1145,10 @@ def _parameter(name: str, kind: Any, default: Any, option: Any) -> Parameter:
 
 
 # %% [markdown]
+# A decorator that rewrites a signature is a trick, and a trick must be paid for by what it saves. It
+# saves thirty parameters in each command, written by hand, with thirty defaults that would be
+# right on the day they were copied.
+#
 # What arrives is taken apart again: what a request wants, and what the engine is. Bad values
 # are told before a model is loaded, since that takes longest.
 
@@ -1087,6 +1194,9 @@ def generate(
 
 
 # %% [markdown]
+# It is typer that reads the command line, and typer knows each option's name, type and choices. So
+# `minivllm --install-completion` teaches the shell to complete them, down to `--index radix`.
+#
 # The result, for a machine or for a person. The person's version keeps the numbers apart from
 # the text, on the error stream, so that the text can be piped on.
 
@@ -1366,16 +1476,32 @@ def tell_turn(
 
 
 # %% [markdown]
-# A run of it. The history grows with each turn, and all of it but the newest turn is cached:
+# Three turns, typed by a script. The history grows, and with it what must be read at each turn:
 
 # %% name="turns"
 import io
 
-script = "My name is Ada.\nWhat is my name?\nSpell it backwards.\n"
-sys.stdin, typed = io.StringIO(script), sys.stdin
-with contextlib.suppress(SystemExit):
+sys.stdin, typed = io.StringIO("I am Ada.\nWho am I?\nSpell it.\n"), sys.stdin
+heard = io.StringIO()
+with contextlib.redirect_stdout(heard), contextlib.suppress(SystemExit):
     main(["chat", "--json", "--temperature", "0", "--max-tokens", "24"])
 sys.stdin = typed
+turns = [json.loads(line) for line in heard.getvalue().splitlines()]
+for turn in turns:
+    print(turn["prompt_tokens"], "prompt tokens,", turn["cached_tokens"], "cached")
+
+# %% [markdown]
+# Nobody told the cache that this is a conversation. There is no session, no handle that a client
+# must send back. The text of a turn begins with the text of the one before, so its tokens do,
+# so its pages are found. What is computed anew is the last answer's tail, which did not fill a
+# page, and the new question. A person who types slowly and comes back after an hour finds
+# the same, if the pages have not been evicted; two people with the same system message share it.
+#
+# One step in that chain is not a law. The history is kept as text, and text becomes tokens
+# again at each turn. A model may have written `Ada` in two tokens where the tokenizer would
+# use one. From there on the ids differ, and with them the names of all later pages. The
+# answer is still right; the reuse ends there. Clients that keep token ids do not have this
+# problem, and clients that speak JSON over HTTP all do.
 
 # %% [markdown]
 # ## One import
@@ -1428,7 +1554,37 @@ print(
 )
 
 # %% [markdown]
-# ## Exercise
+# ## What still goes wrong
+#
+# The engine has a front door now, and everyone who comes through it waits for everyone else:
+# `generate` returns when the last prompt is done, and refuses a second caller meanwhile. It also
+# cannot say whether it is fast. `ttft_s` stands in each output, but a number of seconds on one
+# laptop is not a measurement. What would be? [Chapter 15](15_measuring.md) measures; the server
+# that lets many people in at once comes after it.
+#
+# ## Exercises
+#
+# ### Exercise 1
+#
+# [108](#all) engines let the twin find nothing and the third request everything. Which choices of
+# `publish` and `single_flight` are theirs? Say first what you expect of `publish="step"`.
+
+# %% tags=["solution"]
+late = {
+    (options.publish, options.single_flight)
+    for options, (_, cached) in zip(engines, runs, strict=True)
+    if cached == (0, 0, 480)
+}
+print(sorted(late))
+
+# %%
+assert late == {(publish, "none") for publish in ("step", "prompt", "finish")}
+
+# %% [markdown]
+# Twins that are admitted in the same step are both computed before either is published. Only an
+# announcement inside the step, or a wait, helps them.
+#
+# ### Exercise 2
 #
 # `generate` checks all prompts before it submits any. Show that it does: call it with a good
 # prompt and one that contains a token id which the model does not have, and see that
@@ -1445,3 +1601,30 @@ print(message)
 
 # %%
 assert "99999" in message and llm.stats() == before and not llm.engine.has_unfinished()
+
+# %% [markdown]
+# ### Exercise 3
+#
+# How many tokens will the second turn of a chat find? Write `predict(first, second_ids)`: what
+# the first turn left behind is its prompt and its answer without the last token, which was
+# sampled and never computed; the second finds as much of it as it begins with, in whole pages.
+
+
+# %% tags=["solution"]
+def predict(first: RequestOutput, second_ids: list[int], page_size: int = 16) -> int:
+    """Tokens that a second prompt reuses from a first request."""
+    known = [*first.prompt_token_ids, *first.outputs[0].token_ids[:-1]]
+    pairs = enumerate(zip(known, second_ids, strict=False))
+    shortest = min(len(known), len(second_ids) - 1)
+    same = next((i for i, (a, b) in pairs if a != b), shortest)
+    return min(same, shortest) // page_size * page_size
+
+
+# %%
+short = SamplingParams(temperature=0, max_tokens=20)
+talk_so_far = [{"role": "user", "content": "Name three rivers of Europe."}]
+first = llm.chat(talk_so_far, short)[0]
+talk_so_far.append({"role": "assistant", "content": first.outputs[0].text})
+talk_so_far.append({"role": "user", "content": "And of Africa?"})
+second = llm.chat(talk_so_far, short)[0]
+assert predict(first, second.prompt_token_ids) == second.num_cached_tokens > 0

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (d76857ef): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (2be53be3): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -211,6 +211,7 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
     return {single: []}
 
 
+ROPE_FACTORS = "rope_freqs.weight"
 GGUF_NAMES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -266,15 +267,14 @@ class GGUFFile:
         field = self._reader.fields[key]
         return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
         heads = self.get(".attention.head_count")
         kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
-            name = self._decoder_name(packed.name)
-            tensor = torch.from_numpy(
-                dequantize(packed.data, packed.tensor_type).copy()
-            )
+            if packed.name == ROPE_FACTORS:
+                continue  # no weight: see `rope_factors`
+            name, tensor = self._decoder_name(packed.name), _unpack(packed, dtype)
             if self.family == "llama" and name.endswith(
                 ("q_proj.weight", "k_proj.weight")
             ):
@@ -291,9 +291,35 @@ class GGUFFile:
             raise LoadError(f"{self.path}: a tensor of unknown use, {name}")
         return f"{prefix}{GGUF_NAMES[stem]}.{kind}"
 
+    def rope_factors(self) -> Tensor | None:
+        """What each frequency of the rotation is divided by, in Llama 3's files."""
+        found = (t for t in self._reader.tensors if t.name == ROPE_FACTORS)
+        return next((_unpack(t, torch.float32) for t in found), None)
+
+    def num_embeddings(self) -> int:
+        """Rows of the embedding; some files pad it beyond their vocabulary."""
+        shapes = (
+            t.shape for t in self._reader.tensors if t.name == "token_embd.weight"
+        )
+        return int(next(shapes, [0])[-1])
+
     def has_tensor(self, name: str) -> bool:
         """Whether the file holds a tensor of this (GGUF) name."""
         return any(tensor.name == name for tensor in self._reader.tensors)
+
+
+CHUNK = 2**20  # numbers that are unpacked at a time
+
+
+def _unpack(packed: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor of the file as numbers, a few rows at a time."""
+    *_, width = shape = [int(size) for size in reversed(packed.shape)]
+    rows, tensor = np.atleast_2d(packed.data), torch.empty(shape, dtype=dtype)
+    step, out = max(1, CHUNK // width), tensor.view(-1, width)
+    for start in range(0, len(rows), step):
+        some = dequantize(rows[start : start + step], packed.tensor_type)
+        out[start : start + step] = torch.from_numpy(some.copy())
+    return tensor
 
 
 def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
@@ -306,8 +332,7 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
     """Refuse what would change the numbers and is not handled."""
     reasons = {
         "rope scaling": file.get(".rope.scaling.type", "none") != "none"
-        or file.get(".rope.scale_linear", 1.0) != 1.0
-        or file.has_tensor("rope_freqs.weight"),
+        or file.get(".rope.scale_linear", 1.0) != 1.0,
         "a partial rotation": file.get(".rope.dimension_count", head_dim) != head_dim,
         "a sliding window": file.get(".attention.sliding_window", 0),
         "a mixture of experts": file.get(".expert_count", 0),
@@ -319,16 +344,12 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
-    if file.get(".rope.scaling.type", "none") != "none" or file.has_tensor(
-        "rope_freqs.weight"
-    ):
-        raise LoadError(f"{file.path}: rope scaling in GGUF files is not supported yet")
     heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
     head_dim = file.get(".attention.key_length", hidden // heads)
     refuse_gguf(file, head_dim)
     eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
-        vocab_size=len(file.strings("tokenizer.ggml.tokens")),
+        vocab_size=file.num_embeddings(),
         hidden_size=hidden,
         intermediate_size=file.get(".feed_forward_length"),
         num_layers=file.get(".block_count"),
@@ -394,11 +415,23 @@ def load_model(
     source = checkpoint.path if isinstance(checkpoint, GGUFFile) else checkpoint
     with reading(source):
         if isinstance(checkpoint, GGUFFile):
-            config, tensors = gguf_config(checkpoint), checkpoint.tensors()
+            config, tensors = gguf_config(checkpoint), checkpoint.tensors(dtype)
         else:
             config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
         seen = _count(tensors, config, progress)
-        return build(config, seen, device, dtype, source)
+        model = build(config, seen, device, dtype, source)
+        if isinstance(checkpoint, GGUFFile):
+            stretch(model, checkpoint.rope_factors())
+        return model
+
+
+def stretch(model: Decoder, factors: Tensor | None) -> None:
+    """Slow the rotation down, each frequency by its factor [head_dim / 2]."""
+    if factors is not None:
+        plain = model.frequencies
+        if factors.shape != plain.shape or not bool((factors > 0).all()):
+            raise LoadError(f"{ROPE_FACTORS} must be {len(plain)} numbers above 0")
+        model.frequencies = plain / factors.to(plain.device)
 
 
 def _count(
