@@ -1,4 +1,4 @@
-# Exported from chapters/12_grouping.py (c9d22c06): edit the chapter.
+# Exported from chapters/12_grouping.py (6cd31f60): edit the chapter.
 """Who rides together: whom a step tries to admit, and in which order."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LongestPrefix(ArrivalOrder):
 
     def num_cached(self, state: RequestState) -> int:
         """Tokens of a request that the index holds now."""
-        return self.find(state.tokens, state.request.extra_key).matched_len
+        return self.find(state.sought, state.request.extra_key).matched_len
 
     def is_due(self, state: RequestState) -> bool:
         """Whether a request has been passed over often enough."""

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (c6a969fc): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (ac33594b): edit the chapter.
 """Text to token ids and back."""
 
 from __future__ import annotations
@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 from tokenizers.processors import TemplateProcessing
 
 from minivllm.loader import Checkpoint, GGUFFile, LoadError, reading
@@ -16,18 +24,37 @@ from minivllm.request import SamplingParams
 
 CONTROL, USER_DEFINED = 3, 4  # values of GGUF's `tokenizer.ggml.token_type`
 GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+
+
+def _split(digits: str) -> pre_tokenizers.Sequence:
+    """The pattern of Llama 3 and Qwen2, which differ in how many digits go together."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([cut, bytes_only])
+
+
 PRE_TOKENIZERS = {  # how GGUF's `tokenizer.ggml.pre` cuts text before merging
     "gpt-2": GPT2_SPLIT,
     "default": GPT2_SPLIT,
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), GPT2_SPLIT]
     ),
+    "qwen2": _split(r"\p{N}"),
+    "deepseek-r1-qwen": _split(r"\p{N}"),
+    **dict.fromkeys(LLAMA3, _split(r"\p{N}{1,3}")),
 }
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer of a model folder or GGUF file; None for a folder that has none."""
+    """The tokenizer of a model folder or GGUF file; None for one that has none."""
     if isinstance(checkpoint, GGUFFile):
+        if checkpoint.get("tokenizer.ggml.model") in (None, "no_vocab"):
+            return None
         with reading(checkpoint.path):
             return gguf_tokenizer(checkpoint)
     with reading(f"{checkpoint}/tokenizer"):
@@ -65,21 +92,39 @@ def tokenizer_ends(
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
-    """Build a byte-pair tokenizer from the tables of a GGUF file."""
-    model, pre = (
-        file.get("tokenizer.ggml.model"),
-        file.get("tokenizer.ggml.pre", "default"),
-    )
-    if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise LoadError(
-            f"{file.path}: tokenizer {model!r} with {pre!r} is not supported yet"
-        )
+    """Build the tokenizer that the tables of a GGUF file describe."""
+    kind = file.get("tokenizer.ggml.model")
+    pre = file.get("tokenizer.ggml.pre", "default")
     words = file.strings("tokenizer.ggml.tokens")
+    if kind == "llama":
+        tokenizer = _sentencepiece(file, words)
+    elif kind == "gpt2" and pre in PRE_TOKENIZERS:
+        tokenizer = _byte_pairs(file, words, pre)
+    else:
+        raise LoadError(f"{file.path}: tokenizer {kind!r} with {pre!r} is not known")
+    _add_special(tokenizer, file, words)
+    if file.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in LLAMA3):
+        begin = words[file.get("tokenizer.ggml.bos_token_id")]
+        ids = [(begin, tokenizer.token_to_id(begin))]
+        tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
+    return tokenizer
+
+
+def _byte_pairs(file: GGUFFile, words: list[str], pre: str) -> Tokenizer:
+    """Pieces of bytes, merged in the order of a list: GPT-2's way."""
     pairs = (merge.partition(" ") for merge in file.strings("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in pairs]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    ids = {word: i for i, word in enumerate(words)}
+    whole_words = pre in LLAMA3  # a word of the vocabulary needs no merging
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=whole_words))
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
+    if "qwen" in pre:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _add_special(tokenizer: Tokenizer, file: GGUFFile, words: list[str]) -> None:
     kinds = file.get("tokenizer.ggml.token_type")
     for word, kind in zip(words, kinds, strict=True):
         token = AddedToken(word, normalized=False, special=kind == CONTROL)
@@ -87,10 +132,31 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
             tokenizer.add_special_tokens([token])
         elif kind == USER_DEFINED:
             tokenizer.add_tokens([token])
-    if file.get("tokenizer.ggml.add_bos_token", False):
-        begin = words[file.get("tokenizer.ggml.bos_token_id")]
-        ids = [(begin, tokenizer.token_to_id(begin))]
-        tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
+
+
+def _sentencepiece(file: GGUFFile, words: list[str]) -> Tokenizer:
+    """Pieces of text, merged in the order of their scores."""
+    ids = {word: i for i, word in enumerate(words)}
+    scores = file.get("tokenizer.ggml.scores")
+    cuts = ((w, w[:i], w[i:]) for w in words for i in range(1, len(w)))
+    known = [
+        (w, left, right) for w, left, right in cuts if left in ids and right in ids
+    ]
+    known.sort(key=lambda cut: (-scores[ids[cut[0]]], ids[cut[1]], ids[cut[2]]))
+    merges = [(left, right) for _, left, right in known]
+    unknown = words[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    model = models.BPE(
+        ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    prefixed = file.get("tokenizer.ggml.add_space_prefix", True)
+    before = [normalizers.Prepend("▁")] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [*before, normalizers.Replace(" ", "▁")]
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence([*parts, *strip])
     return tokenizer
 
 
