@@ -30,8 +30,8 @@ from minivllm.runner import ModelRunner
 
 # What the model, the K/V memory, the plan of a batch and the greedy sampler may use.
 ALLOWED = {
-    "make and move": "arange arange.start zeros zeros_like new_empty new_full clone "
-    "copy_ _to_copy lift_fresh detach_",
+    "make and move": "arange arange.start zeros zeros_like empty_like new_empty "
+    "new_full clone copy_ _to_copy lift_fresh detach_",
     "look at it otherwise": "view _unsafe_view t transpose.int unsqueeze expand "
     "select.int slice.Tensor split.Tensor",
     "each number": "add.Tensor add_.Scalar sub.Tensor mul.Tensor div.Tensor neg cos "
