@@ -2877,8 +2877,9 @@ draw_rows(
 # If time went by tokens, 584 beside 493 would be 1.18. We pay more. In one profile of the
 # step with seven suffixes the matrix products take little more than half of the time, and a third
 # goes to attention: each of seven short chunks gathers the keys and values of 480 tokens for
-# itself, in every layer, although they are the same pages. The page tables know it, and this
-# attention does not ask.
+# itself, in every layer, although they are the same pages. The page tables know it, and our
+# attention asks them only for requests that decode, with one new token each
+# ([chapter 5](05_model.md)).
 #
 # What was measured is one prompt, one model, two cores, and a machine with neighbours. The
 # signs have reasons that can be checked on yours: two timings, of one decode step and of a
