@@ -1032,7 +1032,7 @@ from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -1047,6 +1047,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, no bars.")]
+
+if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
+    from minivllm.llm import LLM
 
 
 # %% [markdown]
@@ -1368,11 +1371,14 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minivllm.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.llm import LLM
 
 
 def add_to(root: typer.Typer) -> None:

@@ -311,10 +311,22 @@ def share_names(drafts: dict[str, Draft]) -> None:
 
     ruff removes what they do not use (but not from an `__init__.py`)."""
     for i, (user, draft) in enumerate(drafts.items()):
+        own = typed_only(draft)
         for home in list(drafts)[:i] if user != "__init__.py" else []:
             dotted = f"{PACKAGE}/{home}".removesuffix(".py").replace("/", ".")
             names = [n for n, module in draft.names.items() if module == home]
+            names = [name for name in names if name not in own]
             draft.imports += [Line(f"from {dotted} import {name}") for name in names]
+
+
+def typed_only(draft: Draft) -> set[str]:
+    """Names that a module imports for the type checker alone: a run shall not."""
+    tree = ast.parse("\n".join(line.text for line in draft.lines()))
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    blocks = [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
+    inside = [node for block in blocks for node in block.body]
+    found = [node.names for node in inside if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for names in found for alias in names}
 
 
 def sealed(lines: list[Line]) -> list[Line]:

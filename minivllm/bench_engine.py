@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (d8577047): edit the chapter.
+# Exported from chapters/15_measuring.py (234585b5): edit the chapter.
 """`minivllm bench engine`: steps beside transformers, and where their time goes."""
 
 import time
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minivllm.batch import Chunk
 from minivllm.bench import Trial, compare, measure
 from minivllm.bench_reuse import decoder_of, load_transformers, make_prompt, spread_of
 from minivllm.engine import Engine
-from minivllm.linear import Product
 from minivllm.options import assemble, read_options
 from minivllm.request import SamplingParams
-from minivllm.runner import ModelRunner
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
+    from minivllm.linear import Product
     from minivllm.llm import LLM
+    from minivllm.runner import ModelRunner
 
 PAGE = 16
 STEPS = 3  # of a reading: a single one still feels what was done before it
@@ -61,6 +61,8 @@ class EngineRow:
 
 def make_engine(llm: "LLM", num_requests: int, num_tokens: int, index: str) -> Engine:
     """A cold engine with room for so many requests of so many tokens."""
+    from minivllm.runner import ModelRunner
+
     options = read_options({"index": index, "page_size": PAGE, "single_flight": "none"})
     num_pages = num_requests * -(-num_tokens // PAGE)
     runner = ModelRunner(decoder_of(llm), num_pages, PAGE)
@@ -96,8 +98,7 @@ def decoding(
         own = [(token + i) % llm.config.vocab_size for token in prompt[sizes.shared :]]
         submit(engine, [*prompt[: sizes.shared], *own], sizes.num_steps)
         engine.step()
-    assert isinstance(runner, ModelRunner)
-    for layer in runner.memory:
+    for layer in cast("ModelRunner", runner).memory:
         layer.keys.normal_()
         layer.values.normal_()
     engine.runner = runner
@@ -283,7 +284,7 @@ class Stopwatch:
 
 
 @contextmanager
-def watched(runner: ModelRunner, watch: Stopwatch) -> Iterator[None]:
+def watched(runner: "ModelRunner", watch: Stopwatch) -> Iterator[None]:
     """While it lasts, the parts of a runner's steps tell what they take."""
     model: Any = runner.model
     modules = list(model.modules())
@@ -303,15 +304,16 @@ def watched(runner: ModelRunner, watch: Stopwatch) -> Iterator[None]:
             delattr(owner, name) if old is None else setattr(owner, name, old)
 
 
-def _products(modules: Sequence[Any]) -> list[Product]:
+def _products(modules: Sequence[Any]) -> "list[Product]":
+    from minivllm.linear import Product
+
     parts = [part for module in modules for part in vars(module).values()]
     return [part for part in parts if isinstance(part, Product)]
 
 
 def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
     """Seconds of each part of a step: medians; the first step is left out."""
-    runner, steps = engine.runner, []
-    assert isinstance(runner, ModelRunner)
+    runner, steps = cast("ModelRunner", engine.runner), []
     watch = Stopwatch()
     with watched(runner, watch):
         for _ in range(num_steps):

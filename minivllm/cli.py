@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (25b4ac29): edit the chapter.
+# Exported from chapters/14_llm.py (0998208d): edit the chapter.
 """The command line: what all commands share, and `minivllm generate`."""
 
 import json
@@ -14,12 +14,11 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from inspect import Parameter, signature
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from packaging.requirements import Requirement
 
-from minivllm.llm import LLM
 from minivllm.options import CHOICES, SAMPLING, EngineOptions, documented
 from minivllm.request import SamplingParams
 
@@ -32,6 +31,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, no bars.")]
+
+if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
+    from minivllm.llm import LLM
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:

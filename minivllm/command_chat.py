@@ -1,17 +1,19 @@
-# Exported from chapters/14_llm.py (c05a0ca7): edit the chapter.
+# Exported from chapters/14_llm.py (0ae8d515): edit the chapter.
 """The command `minivllm chat`: a conversation that streams."""
 
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minivllm.cli import SCHEMA_VERSION, AsJson, open_llm, sampling_of, with_options
-from minivllm.llm import LLM
 from minivllm.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.llm import LLM
 
 
 def add_to(root: typer.Typer) -> None:

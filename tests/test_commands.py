@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import fields
 
@@ -250,3 +252,10 @@ def test_env_names_what_is_missing(command, monkeypatch):
     assert code == 0 and told["packages"]["safetensors"] is None
     missing = {line.split(":")[0] for line in told["missing"]}
     assert missing == {"safetensors>=0.5", "gguf>=0.17", "MINIVLLM_PAGESIZE"}
+
+
+def test_commands_are_known_without_torch():
+    """Help, and a bad option, shall not wait for it."""
+    code = "import sys; from minivllm.cli import add_commands; add_commands()"
+    check = f"{code}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
