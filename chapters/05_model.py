@@ -355,6 +355,10 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
+        return self.attend(query, plan)
+
+    def attend(self, query: Tensor, plan: Plan) -> Tensor:
+        """What the new tokens find in this layer's memory [tokens, heads, head_dim]."""
         if len(plan.reads) == 1 and not plan.chunks:
             return self._read(query, plan.reads[0])[0].reshape(query.shape)
         out = torch.zeros_like(query)
@@ -588,6 +592,19 @@ def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
     if not singles:
         return plan
+    reads, starts = shared_reads(singles, page_size, memory)
+    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
+    for members in _alike([len(context) for context in own]):
+        contexts = [own[i] for i in members]
+        reads.append(_read_of([singles[i] for i in members], contexts, memory))
+    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
+    return replace(plan, chunks=others, reads=reads)
+
+
+def shared_reads(
+    singles: Sequence[ChunkPlan], page_size: int, memory: Tensor
+) -> tuple[list[Read], list[int]]:
+    """A read for each shared run, and where each token's own context starts."""
     tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
     starts, reads = [0] * len(singles), []
     for members, start, end in shared_runs(tables, page_size):
@@ -595,12 +612,7 @@ def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         reads.append(_read_of([singles[i] for i in members], [run], memory))
         for i in members:
             starts[i] = end * page_size
-    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
-    for members in _alike([len(context) for context in own]):
-        contexts = [own[i] for i in members]
-        reads.append(_read_of([singles[i] for i in members], contexts, memory))
-    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
-    return replace(plan, chunks=others, reads=reads)
+    return reads, starts
 
 
 def _alike(lengths: Sequence[int]) -> list[list[int]]:
@@ -665,7 +677,7 @@ def has_fused_attention(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _by_row(x: Tensor, rows: int, heads: int, head_dim: int) -> Tensor:
+def by_row(x: Tensor, rows: int, heads: int, head_dim: int) -> Tensor:
     """[contexts, kv_heads, readers * group, any] -> [rows, heads, any]."""
     contexts, kv_heads = x.shape[:2]
     split = x.reshape(contexts, kv_heads, rows // contexts, heads // kv_heads, -1)
@@ -691,7 +703,7 @@ print("the mean of the two:", verdict((one + two) / 2, whole))
 # %% export="attention.py"
 class PagedAttention(PagedAttention):
     def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """Averages and sums of one product, by context: see `_by_row`."""
+        """Averages and sums of one product, by context: see `by_row`."""
         torch.index_select(self.keys, 0, read.slots, out=read.keys)
         torch.index_select(self.values, 0, read.slots, out=read.values)
         contexts, kv_heads, _, head_dim = read.by_head[0].shape
@@ -708,7 +720,7 @@ class PagedAttention(PagedAttention):
         sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
         for read in reads:
             found, shape = self._read(query[read.rows], read), query.shape[1:]
-            part, part_sum = (_by_row(x, len(read.rows), *shape) for x in found)
+            part, part_sum = (by_row(x, len(read.rows), *shape) for x in found)
             known, known_sum = out[read.rows].float(), sums[read.rows]
             share = torch.sigmoid(part_sum - known_sum)
             whole = torch.lerp(known, part.float(), share).to(out.dtype)
@@ -756,6 +768,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Multiply = Callable[[Tensor], Tensor]
+Maker = Callable[[Tensor, Tensor | None], Multiply]  # of a weight and a bias
+
 
 class Product:
     """Linear layers that read the same input; their outputs side by side.
@@ -765,7 +780,7 @@ class Product:
 
     def __init__(self, *layers: nn.Linear) -> None:
         self.layers = layers
-        self.multiply: Callable[[Tensor], Tensor] = self._one_by_one
+        self.multiply: Multiply = self._one_by_one
 
     def __call__(self, x: Tensor) -> Tensor:
         """All outputs [tokens, sum of the layers' outputs]."""
@@ -783,13 +798,13 @@ class Product:
 
 # %% export="linear.py"
 class Product(Product):
-    def pack(self) -> None:
+    def pack(self, make: Maker) -> None:
         """Join the layers' weights, and give up the plain ones; once is enough."""
         if self.layers[0].weight is None:
             return
         weight = _joined([layer.weight for layer in self.layers])
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
-        self.multiply = fastest_product(weight, _joined(biases) if biases else None)
+        self.multiply = make(weight, _joined(biases) if biases else None)
         for layer in self.layers:
             layer.weight = layer.bias = None  # type: ignore[assignment]
 
@@ -799,7 +814,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)).detach() if len(parts) > 1 else parts[0].detach()
 
 
-def fastest_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def packed_product(weight: Tensor, bias: Tensor | None) -> Multiply:
     """x -> x times weight, plus bias: packed by oneDNN where it can do that."""
     if not can_pack(weight):
         return partial(F.linear, weight=weight, bias=bias)
@@ -844,7 +859,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.attention import PagedAttention, Plan
-from minivllm.linear import Product
+from minivllm.linear import Maker, Product, packed_product
 
 
 @dataclass(frozen=True)
@@ -1012,6 +1027,51 @@ class RMSNorm(nn.Module):
 
 
 # %% [markdown]
+# Between its products a layer does four small things: it adds to the stream that runs through
+# all layers, normalises, rotates and gates. `Ops` holds them, so that a later chapter can do them
+# otherwise: what PyTorch does in some fifty calls a layer can be done in four.
+
+
+# %% export="model.py"
+class Ops:
+    """What a layer does between its products, in PyTorch: on any device.
+
+    Each may write into its first argument.
+    """
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+        """Add to the stream x [tokens, hidden], in place; the sum, normalised."""
+        if delta is not None:
+            x += delta
+        return cast(Tensor, norm(x))
+
+    def turns(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `rotate` wants of the angles [tokens, head_dim / 2]."""
+        cos, sin = rotation(angles[:, None])
+        return cos.to(dtype), sin.to(dtype)
+
+    def rotate(
+        self, by_head: Tensor, num_heads: int, turns: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The first heads of [tokens, heads, head_dim], turned."""
+        return rotate(by_head[:, :num_heads], *turns)
+
+    def gate(self, both: Tensor) -> Tensor:
+        """[tokens, 2 * wide], gate and up side by side -> [tokens, wide]."""
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward pass share."""
+
+    plan: Plan
+    ops: Ops
+    turns: tuple[Tensor, Tensor]
+
+
+# %% [markdown]
 # The attention layer makes queries, keys and values for the new tokens and hands them to
 # the memory, which knows about pages. The layer does not.
 
@@ -1036,18 +1096,17 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         self.heads = (config.num_heads, config.num_kv_heads)
 
-    def forward(
-        self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, memory: PagedAttention, this: Pass) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
-        asks, value = by_head[:, : sum(self.heads)], by_head[:, sum(self.heads) :]
+        (num_asking, num_keys), turned = self.heads, sum(self.heads)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
-            asks = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
-        asks = rotate(asks, cos, sin)
-        query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
-        out = memory.forward(query, key, value, plan)
+            parts = [num_asking, num_keys, num_keys]
+            query, key, value = torch.split(by_head, parts, dim=1)
+            by_head = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
+        asks = this.ops.rotate(by_head, turned, this.turns)
+        query, key = asks[:, :num_asking], asks[:, num_asking:]
+        out = memory.forward(query, key, by_head[:, turned:], this.plan)
         return self.output(out.view(len(x), -1))
 
 
@@ -1073,10 +1132,9 @@ class MLP(nn.Module):
         self.gate_and_up = Product(self.gate_proj, self.up_proj)
         self.down = Product(self.down_proj)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
         """Treat every token by itself."""
-        gate, up = self.gate_and_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(ops.gate(self.gate_and_up(x)))
 
 
 class Layer(nn.Module):
@@ -1090,11 +1148,13 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
+        self, x: Tensor, delta: Tensor | None, memory: PagedAttention, this: Pass
     ) -> Tensor:
-        """One layer for all new tokens."""
-        x = x + self.self_attn(self.input_layernorm(x), memory, plan, cos, sin)
-        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+        """Add what the layer before has left to the stream x; what this one leaves."""
+        normal = this.ops.add_norm(x, delta, self.input_layernorm)
+        delta = self.self_attn(normal, memory, this)
+        normal = this.ops.add_norm(x, delta, self.post_attention_layernorm)
+        return cast(Tensor, self.mlp(normal, this.ops))
 
 
 # %% [markdown]
@@ -1176,14 +1236,16 @@ class Decoder(nn.Module):
         memory: Sequence[PagedAttention],
         plan: Plan,
         rows: Tensor,
+        ops: Ops | None = None,
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
-        x = self.embed_tokens(token_ids)
-        angles = plan.positions[:, None, None] * self.frequencies.to(x.device)
-        cos, sin = (turn.to(x.dtype) for turn in rotation(angles))
+        x, delta, ops = self.embed_tokens(token_ids), None, ops or Ops()
+        angles = plan.positions[:, None] * self.frequencies.to(x.device)
+        this = Pass(plan, ops, ops.turns(angles, x.dtype))
         for layer, layer_memory in zip(self.layers, memory, strict=True):
-            x = layer(x, layer_memory, plan, cos, sin)
-        return self.head(self.norm(x[rows])).float()
+            delta = layer(x, delta, layer_memory, this)
+        last = None if delta is None else delta[rows]
+        return self.head(ops.add_norm(x[rows], last, self.norm)).float()
 
 
 # %% [markdown]
@@ -1193,12 +1255,12 @@ class Decoder(nn.Module):
 
 # %% export="model.py"
 class Decoder(Decoder):
-    def pack(self) -> None:
+    def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""
         for module in self.modules():
             for part in vars(module).values():
                 if isinstance(part, Product):
-                    part.pack()
+                    part.pack(make)
 
 
 # %% [markdown]
@@ -1214,15 +1276,17 @@ class Decoder(Decoder):
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from minivllm.attention import PagedAttention, plan_batch, read_together
+from minivllm.attention import PagedAttention, Plan, plan_batch, read_together
 from minivllm.batch import Chunk
-from minivllm.model import Decoder
+from minivllm.linear import Maker, packed_product
+from minivllm.model import Decoder, Ops
 
 Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
 
@@ -1236,13 +1300,32 @@ def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     return cast(list[int], best.masked_fill(broken, -1)[:, 0].tolist())
 
 
+@dataclass(frozen=True)
+class Backend:
+    """Who does the work: PyTorch, on any device, or kernels that know theirs.
+
+    `arrange` prepares a plan for the attention: from page size and any layer's keys.
+    """
+
+    ops: Ops = field(default_factory=Ops)
+    attention: type[PagedAttention] = PagedAttention
+    arrange: Callable[[Plan, int, Tensor], Plan] = read_together
+    product: Maker = packed_product
+
+
 class ModelRunner:
     """A model, its K/V memory of `num_pages` pages, and one scratch page on top."""
 
     def __init__(
-        self, model: Decoder, num_pages: int, page_size: int, sampler: Sampler = greedy
+        self,
+        model: Decoder,
+        num_pages: int,
+        page_size: int,
+        sampler: Sampler = greedy,
+        backend: Backend | None = None,
     ) -> None:
-        model.pack()
+        self.backend = backend or Backend()
+        model.pack(self.backend.product)
         self.model = model
         self.page_size = page_size
         self.scratch_page = num_pages
@@ -1252,9 +1335,8 @@ class ModelRunner:
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
         empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
-        self.memory = [
-            PagedAttention(empty(), empty()) for _ in range(config.num_layers)
-        ]
+        attention, num_layers = self.backend.attention, config.num_layers
+        self.memory = [attention(empty(), empty()) for _ in range(num_layers)]
 
 
 # %% [markdown]
@@ -1291,8 +1373,9 @@ class ModelRunner(ModelRunner):
             wanted += range(first, first + chunk.num_scored)
             wanted += [end - 1] * chunk.samples
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
-        plan = read_together(plan, self.page_size, self.memory[0].keys)
-        return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
+        plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
+        given = (ids.to(self.device), self.memory, plan, rows)
+        return cast(Tensor, self.model(*given, self.backend.ops))
 
 
 # %% [markdown]

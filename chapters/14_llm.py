@@ -88,6 +88,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "admission": ADMISSIONS,
     "eviction": tuple(EVICTION),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kernels": ("auto", "torch", "numba"),
 }
 
 
@@ -139,6 +140,7 @@ class EngineOptions:
     max_batch_tokens: int = option(2048, "New tokens in a step, at most.")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
     dtype: str = option("auto", "Number format of weights and K/V.")
+    kernels: str = option("auto", "Who computes a layer; numba is for CPUs.")
     seed: int = option(0, "Seed for requests that give none.")
 
     def __post_init__(self) -> None:
@@ -513,12 +515,15 @@ print(template.render([{"role": "user", "content": "Who are you?"}]))
 # %% [markdown]
 # ## Where, how exact, how much
 #
-# Everything so far was the same on every machine. Three values are not. The device: CUDA if there is one, else Apple's MPS,
+# Everything so far was the same on every machine. Four values are not. The device: CUDA if there is one, else Apple's MPS,
 # else the CPU. The number format: 16 bit where the hardware likes it; on a CPU float32,
 # because many CPUs are slower in 16 bit than in 32. The number of pages: a share of the
 # memory that is free, since K/V memory is taken whole, before the first request. A pool that
 # grew with the load would fail in the middle of somebody's answer; one that is taken at the
 # start fails there, with a line that names `num_pages`.
+#
+# And where the device is a CPU, [kernels](19_kernels.md) that know it do what lies between
+# the large products, if Numba is installed.
 #
 # Each has a name to be said instead, and what cannot be done is refused: a device that is not
 # there must not become a CPU in silence. An engine that is thirty times slower than yesterday
@@ -534,6 +539,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from html import escape
+from importlib import import_module
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, cast
@@ -547,7 +553,7 @@ from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress
 from minivllm.model import Decoder, ModelConfig
 from minivllm.prefix_cache import PrefixCache
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
-from minivllm.runner import ModelRunner
+from minivllm.runner import Backend, ModelRunner
 from minivllm.sampling import Sampler
 from minivllm.scheduler import Scheduler
 from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
@@ -574,6 +580,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The kernels of that name, or for "auto" the fastest that can be used here."""
+    if name == "torch":
+        return Backend()
+    module = f"minivllm.kernels_{'numba' if name == 'auto' else name}"
+    try:
+        return cast(Backend, import_module(module).backend(device, dtype))
+    except (ImportError, ValueError) as error:
+        if name == "auto":
+            return Backend()
+        raise ValueError(f"kernels={name!r} cannot be used here: {error}") from None
 
 
 def choose_num_pages(
@@ -633,16 +652,19 @@ class LLM:
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
-        runner = self._runner(decoder, num_pages)
+        backend = choose_backend(chosen.kernels, device, dtype)
+        runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
         self._engine: Engine | None = assemble(
             chosen, num_pages, runner, limits, observer, writers=self._writer
         )
 
-    def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:
+    def _runner(
+        self, decoder: Decoder, num_pages: int, backend: Backend
+    ) -> ModelRunner:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
-            return ModelRunner(decoder, num_pages, size, sampler)
+            return ModelRunner(decoder, num_pages, size, sampler, backend)
         except (RuntimeError, MemoryError, OverflowError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(

@@ -1503,6 +1503,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minivllm.llm import LLM
     from minivllm.model import Decoder
+    from minivllm.runner import Backend
 
 
 def make_prompt(llm: "LLM", num_tokens: int) -> TokenIds:
@@ -1526,6 +1527,12 @@ def decoder_of(llm: "LLM") -> "Decoder":
     return cast("Decoder", runner.model)
 
 
+def backend_of(llm: "LLM") -> "Backend":
+    """Who computes for it."""
+    runner: Any = llm.engine.runner
+    return cast("Backend", runner.backend)
+
+
 def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
     """The experiment on a loaded model; `sizes` are fields of `Reuse`."""
     from minivllm.runner import ModelRunner  # torch begins here
@@ -1536,7 +1543,9 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
     if num_tokens > context:
         raise ValueError(f"{num_tokens} tokens, and the model's context is {context}")
     return Reuse(
-        lambda num_pages, clock: ModelRunner(decoder, num_pages, page_size),
+        lambda num_pages, clock: ModelRunner(
+            decoder, num_pages, page_size, backend=backend_of(llm)
+        ),
         llm.engine.limits,
         encode_ids(make_prompt(llm, num_prompt_tokens)),
         **sizes,
@@ -1668,7 +1677,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from minivllm.batch import Chunk
 from minivllm.bench import Trial, compare, measure
-from minivllm.bench_reuse import decoder_of, load_transformers, make_prompt, spread_of
+from minivllm.bench_reuse import (
+    backend_of,
+    decoder_of,
+    load_transformers,
+    make_prompt,
+    spread_of,
+)
 from minivllm.engine import Engine
 from minivllm.options import assemble, read_options
 from minivllm.request import SamplingParams
@@ -1721,7 +1736,7 @@ def make_engine(llm: "LLM", num_requests: int, num_tokens: int, index: str) -> E
 
     options = read_options({"index": index, "page_size": PAGE, "single_flight": "none"})
     num_pages = num_requests * -(-num_tokens // PAGE)
-    runner = ModelRunner(decoder_of(llm), num_pages, PAGE)
+    runner = ModelRunner(decoder_of(llm), num_pages, PAGE, backend=backend_of(llm))
     return assemble(options, num_pages, runner, llm.engine.limits)
 
 
@@ -1909,7 +1924,8 @@ class EngineBench:
         for number in self.sizes.batches:
             engine = decoding(self.llm, self.sizes, number)
             parts = parts_of_steps(engine, self.sizes.repeats + 2)
-            found.append({"dtype": self.dtype, "num_requests": number, "parts": parts})
+            facts = {"dtype": self.dtype, "kernels": self.llm.options.kernels}
+            found.append({**facts, "num_requests": number, "parts": parts})
         return found
 
 
@@ -1923,9 +1939,9 @@ def _trial(work: Callable[[], Any], num_ops: int) -> Trial:
 
 
 # %% [markdown]
-# For the breakdown clocks are put around the parts of a step: the products, the head, attention
-# with its gathers, norms, the choice of the token, and the whole pass. What is left of the pass are
-# rotations, additions and Python; what is left of the step is scheduling and the cache.
+# For the breakdown clocks are put around the parts of a step: the products, the head, attention,
+# the small things between, the choice of the token, and the whole pass. What is left of the pass
+# is Python; what is left of the step is scheduling and the cache.
 
 
 # %% export="bench_engine.py" tags=["hide-input"]
@@ -1955,7 +1971,9 @@ def watched(runner: "ModelRunner", watch: Stopwatch) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = []
     places += [(part, "multiply", "products") for part in _products(modules)]
     places += [(layer, "forward", "attention") for layer in runner.memory]
-    places += [(m, "forward", "norms") for m in modules if "Norm" in type(m).__name__]
+    ops = runner.backend.ops
+    places += [(ops, "add_norm", "norms"), (ops, "rotate", "rotation")]
+    places += [(ops, "gate", "gates")]
     places += [(runner, "sampler", "sampling"), (runner, "run", "pass")]
     kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
     for owner, name, part in places:
@@ -1988,10 +2006,9 @@ def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
     for step in steps:
         step["scheduling and cache"] = step.pop("step") - step["pass"]
         rest = step.pop("pass") - sum(
-            step[name]
-            for name in ("products", "head", "attention", "norms", "sampling")
+            step[name] for name in step.keys() - {"pass", "scheduling and cache"}
         )
-        step["rotation, additions, Python"] = rest
+        step["Python"] = rest
     return {name: median(step[name] for step in steps[1:]) for name in steps[0]}
 
 
@@ -2403,6 +2420,8 @@ def reuse_table(rows: list[ReuseRow], absent: dict[str, str]) -> Iterable[str]:
 
 
 # %% export="command_bench.py" tags=["hide-input"]
+from itertools import chain
+
 from minivllm.bench_engine import QUICK, EngineBench, EngineRow, Sizes
 
 VLLM = {  # of the project's own notes, on two EPYC cores: not measured here
@@ -2458,13 +2477,13 @@ def measure_engine(
     rows: list[EngineRow] = []
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "breakdowns": []}
     for dtype in dtypes:
-        bench = EngineBench(
-            LLM(model, num_pages=1, dtype=dtype, device=device), model, sizes
-        )
+        given: Any = {"num_pages": 1, "dtype": dtype, "device": device}
+        bench = EngineBench(LLM(model, **given), model, sizes)
         for row in bench.rows():
             typer.echo(engine_line(row), err=as_json)
             rows.append(row)
-        for each in bench.breakdowns():
+        plain = EngineBench(LLM(model, **given, kernels="torch"), model, sizes)
+        for each in chain(plain.breakdowns(), bench.breakdowns()):
             typer.echo(breakdown_line(each), err=as_json)
             found["breakdowns"].append(each)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -2485,7 +2504,9 @@ def breakdown_line(found: dict[str, Any]) -> str:
     """Where a step goes, in percent."""
     whole = sum(found["parts"].values())
     shares = (f"{name} {100 * s / whole:.1f} %" for name, s in found["parts"].items())
-    kind = f"{found['dtype']:<9} {found['num_requests']} in a step"
+    kind = (
+        f"{found['dtype']:<9} {found['kernels']:<5} {found['num_requests']} in a step"
+    )
     return f"{kind}, {quantity(whole, 's')}: {', '.join(shares)}"
 
 

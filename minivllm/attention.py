@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (f9451f77): edit the chapter.
+# Exported from chapters/05_model.py (df4f8231): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
@@ -120,6 +120,10 @@ class PagedAttention:
         """Write the new K/V, then attend. All are [tokens, heads, head_dim]."""
         self.keys.index_copy_(0, plan.write_slots, key)
         self.values.index_copy_(0, plan.write_slots, value)
+        return self.attend(query, plan)
+
+    def attend(self, query: Tensor, plan: Plan) -> Tensor:
+        """What the new tokens find in this layer's memory [tokens, heads, head_dim]."""
         if len(plan.reads) == 1 and not plan.chunks:
             return self._read(query, plan.reads[0])[0].reshape(query.shape)
         out = torch.zeros_like(query)
@@ -143,7 +147,7 @@ class PagedAttention:
         return out[0].transpose(0, 1)
 
     def _read(self, query: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """Averages and sums of one product, by context: see `_by_row`."""
+        """Averages and sums of one product, by context: see `by_row`."""
         torch.index_select(self.keys, 0, read.slots, out=read.keys)
         torch.index_select(self.values, 0, read.slots, out=read.values)
         contexts, kv_heads, _, head_dim = read.by_head[0].shape
@@ -160,7 +164,7 @@ class PagedAttention:
         sums = query.new_full((*query.shape[:2], 1), -math.inf, dtype=torch.float32)
         for read in reads:
             found, shape = self._read(query[read.rows], read), query.shape[1:]
-            part, part_sum = (_by_row(x, len(read.rows), *shape) for x in found)
+            part, part_sum = (by_row(x, len(read.rows), *shape) for x in found)
             known, known_sum = out[read.rows].float(), sums[read.rows]
             share = torch.sigmoid(part_sum - known_sum)
             whole = torch.lerp(known, part.float(), share).to(out.dtype)
@@ -209,6 +213,19 @@ def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
     if not singles:
         return plan
+    reads, starts = shared_reads(singles, page_size, memory)
+    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
+    for members in _alike([len(context) for context in own]):
+        contexts = [own[i] for i in members]
+        reads.append(_read_of([singles[i] for i in members], contexts, memory))
+    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
+    return replace(plan, chunks=others, reads=reads)
+
+
+def shared_reads(
+    singles: Sequence[ChunkPlan], page_size: int, memory: Tensor
+) -> tuple[list[Read], list[int]]:
+    """A read for each shared run, and where each token's own context starts."""
     tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
     starts, reads = [0] * len(singles), []
     for members, start, end in shared_runs(tables, page_size):
@@ -216,12 +233,7 @@ def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         reads.append(_read_of([singles[i] for i in members], [run], memory))
         for i in members:
             starts[i] = end * page_size
-    own = [c.context[start:] for c, start in zip(singles, starts, strict=True)]
-    for members in _alike([len(context) for context in own]):
-        contexts = [own[i] for i in members]
-        reads.append(_read_of([singles[i] for i in members], contexts, memory))
-    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
-    return replace(plan, chunks=others, reads=reads)
+    return reads, starts
 
 
 def _alike(lengths: Sequence[int]) -> list[list[int]]:
@@ -277,7 +289,7 @@ def has_fused_attention(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _by_row(x: Tensor, rows: int, heads: int, head_dim: int) -> Tensor:
+def by_row(x: Tensor, rows: int, heads: int, head_dim: int) -> Tensor:
     """[contexts, kv_heads, readers * group, any] -> [rows, heads, any]."""
     contexts, kv_heads = x.shape[:2]
     split = x.reshape(contexts, kv_heads, rows // contexts, heads // kv_heads, -1)

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (234585b5): edit the chapter.
+# Exported from chapters/15_measuring.py (77c23b47): edit the chapter.
 """`minivllm bench engine`: steps beside transformers, and where their time goes."""
 
 import time
@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from minivllm.batch import Chunk
 from minivllm.bench import Trial, compare, measure
-from minivllm.bench_reuse import decoder_of, load_transformers, make_prompt, spread_of
+from minivllm.bench_reuse import (
+    backend_of,
+    decoder_of,
+    load_transformers,
+    make_prompt,
+    spread_of,
+)
 from minivllm.engine import Engine
 from minivllm.options import assemble, read_options
 from minivllm.request import SamplingParams
@@ -65,7 +71,7 @@ def make_engine(llm: "LLM", num_requests: int, num_tokens: int, index: str) -> E
 
     options = read_options({"index": index, "page_size": PAGE, "single_flight": "none"})
     num_pages = num_requests * -(-num_tokens // PAGE)
-    runner = ModelRunner(decoder_of(llm), num_pages, PAGE)
+    runner = ModelRunner(decoder_of(llm), num_pages, PAGE, backend=backend_of(llm))
     return assemble(options, num_pages, runner, llm.engine.limits)
 
 
@@ -252,7 +258,8 @@ class EngineBench:
         for number in self.sizes.batches:
             engine = decoding(self.llm, self.sizes, number)
             parts = parts_of_steps(engine, self.sizes.repeats + 2)
-            found.append({"dtype": self.dtype, "num_requests": number, "parts": parts})
+            facts = {"dtype": self.dtype, "kernels": self.llm.options.kernels}
+            found.append({**facts, "num_requests": number, "parts": parts})
         return found
 
 
@@ -291,7 +298,9 @@ def watched(runner: "ModelRunner", watch: Stopwatch) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = []
     places += [(part, "multiply", "products") for part in _products(modules)]
     places += [(layer, "forward", "attention") for layer in runner.memory]
-    places += [(m, "forward", "norms") for m in modules if "Norm" in type(m).__name__]
+    ops = runner.backend.ops
+    places += [(ops, "add_norm", "norms"), (ops, "rotate", "rotation")]
+    places += [(ops, "gate", "gates")]
     places += [(runner, "sampler", "sampling"), (runner, "run", "pass")]
     kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
     for owner, name, part in places:
@@ -324,8 +333,7 @@ def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
     for step in steps:
         step["scheduling and cache"] = step.pop("step") - step["pass"]
         rest = step.pop("pass") - sum(
-            step[name]
-            for name in ("products", "head", "attention", "norms", "sampling")
+            step[name] for name in step.keys() - {"pass", "scheduling and cache"}
         )
-        step["rotation, additions, Python"] = rest
+        step["Python"] = rest
     return {name: median(step[name] for step in steps[1:]) for name in steps[0]}

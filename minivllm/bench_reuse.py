@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (28f16484): edit the chapter.
+# Exported from chapters/15_measuring.py (046645bd): edit the chapter.
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
 
 When does a page become visible, who waits for it, and for how long? The same prompt is
@@ -321,6 +321,7 @@ def step_facts(steps: Sequence[tuple[Work, float]]) -> list[dict[str, Any]]:
 if TYPE_CHECKING:
     from minivllm.llm import LLM
     from minivllm.model import Decoder
+    from minivllm.runner import Backend
 
 
 def make_prompt(llm: "LLM", num_tokens: int) -> TokenIds:
@@ -344,6 +345,12 @@ def decoder_of(llm: "LLM") -> "Decoder":
     return cast("Decoder", runner.model)
 
 
+def backend_of(llm: "LLM") -> "Backend":
+    """Who computes for it."""
+    runner: Any = llm.engine.runner
+    return cast("Backend", runner.backend)
+
+
 def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
     """The experiment on a loaded model; `sizes` are fields of `Reuse`."""
     from minivllm.runner import ModelRunner  # torch begins here
@@ -354,7 +361,9 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
     if num_tokens > context:
         raise ValueError(f"{num_tokens} tokens, and the model's context is {context}")
     return Reuse(
-        lambda num_pages, clock: ModelRunner(decoder, num_pages, page_size),
+        lambda num_pages, clock: ModelRunner(
+            decoder, num_pages, page_size, backend=backend_of(llm)
+        ),
         llm.engine.limits,
         encode_ids(make_prompt(llm, num_prompt_tokens)),
         **sizes,

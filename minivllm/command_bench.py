@@ -1,9 +1,10 @@
-# Exported from chapters/15_measuring.py (9807fb24): edit the chapter.
+# Exported from chapters/15_measuring.py (20133ee6): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -310,13 +311,13 @@ def measure_engine(
     rows: list[EngineRow] = []
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "breakdowns": []}
     for dtype in dtypes:
-        bench = EngineBench(
-            LLM(model, num_pages=1, dtype=dtype, device=device), model, sizes
-        )
+        given: Any = {"num_pages": 1, "dtype": dtype, "device": device}
+        bench = EngineBench(LLM(model, **given), model, sizes)
         for row in bench.rows():
             typer.echo(engine_line(row), err=as_json)
             rows.append(row)
-        for each in bench.breakdowns():
+        plain = EngineBench(LLM(model, **given, kernels="torch"), model, sizes)
+        for each in chain(plain.breakdowns(), bench.breakdowns()):
             typer.echo(breakdown_line(each), err=as_json)
             found["breakdowns"].append(each)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -337,5 +338,7 @@ def breakdown_line(found: dict[str, Any]) -> str:
     """Where a step goes, in percent."""
     whole = sum(found["parts"].values())
     shares = (f"{name} {100 * s / whole:.1f} %" for name, s in found["parts"].items())
-    kind = f"{found['dtype']:<9} {found['num_requests']} in a step"
+    kind = (
+        f"{found['dtype']:<9} {found['kernels']:<5} {found['num_requests']} in a step"
+    )
     return f"{kind}, {quantity(whole, 's')}: {', '.join(shares)}"

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (f1b463b4): edit the chapter.
+# Exported from chapters/05_model.py (e236faf1): edit the chapter.
 """Linear layers, joined and laid out for the processor."""
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Multiply = Callable[[Tensor], Tensor]
+Maker = Callable[[Tensor, Tensor | None], Multiply]  # of a weight and a bias
+
 
 class Product:
     """Linear layers that read the same input; their outputs side by side.
@@ -19,7 +22,7 @@ class Product:
 
     def __init__(self, *layers: nn.Linear) -> None:
         self.layers = layers
-        self.multiply: Callable[[Tensor], Tensor] = self._one_by_one
+        self.multiply: Multiply = self._one_by_one
 
     def __call__(self, x: Tensor) -> Tensor:
         """All outputs [tokens, sum of the layers' outputs]."""
@@ -28,13 +31,13 @@ class Product:
     def _one_by_one(self, x: Tensor) -> Tensor:
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
-    def pack(self) -> None:
+    def pack(self, make: Maker) -> None:
         """Join the layers' weights, and give up the plain ones; once is enough."""
         if self.layers[0].weight is None:
             return
         weight = _joined([layer.weight for layer in self.layers])
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
-        self.multiply = fastest_product(weight, _joined(biases) if biases else None)
+        self.multiply = make(weight, _joined(biases) if biases else None)
         for layer in self.layers:
             layer.weight = layer.bias = None  # type: ignore[assignment]
 
@@ -44,7 +47,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)).detach() if len(parts) > 1 else parts[0].detach()
 
 
-def fastest_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def packed_product(weight: Tensor, bias: Tensor | None) -> Multiply:
     """x -> x times weight, plus bias: packed by oneDNN where it can do that."""
     if not can_pack(weight):
         return partial(F.linear, weight=weight, bias=bias)

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (4f60f8f9): edit the chapter.
+# Exported from chapters/14_llm.py (2d67e198): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from html import escape
+from importlib import import_module
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, cast
@@ -23,7 +24,7 @@ from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress
 from minivllm.model import Decoder, ModelConfig
 from minivllm.options import EngineOptions, assemble, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
-from minivllm.runner import ModelRunner
+from minivllm.runner import Backend, ModelRunner
 from minivllm.sampling import Sampler
 from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
 
@@ -49,6 +50,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The kernels of that name, or for "auto" the fastest that can be used here."""
+    if name == "torch":
+        return Backend()
+    module = f"minivllm.kernels_{'numba' if name == 'auto' else name}"
+    try:
+        return cast(Backend, import_module(module).backend(device, dtype))
+    except (ImportError, ValueError) as error:
+        if name == "auto":
+            return Backend()
+        raise ValueError(f"kernels={name!r} cannot be used here: {error}") from None
 
 
 def choose_num_pages(
@@ -101,16 +115,19 @@ class LLM:
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
-        runner = self._runner(decoder, num_pages)
+        backend = choose_backend(chosen.kernels, device, dtype)
+        runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
         self._engine: Engine | None = assemble(
             chosen, num_pages, runner, limits, observer, writers=self._writer
         )
 
-    def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:
+    def _runner(
+        self, decoder: Decoder, num_pages: int, backend: Backend
+    ) -> ModelRunner:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
-            return ModelRunner(decoder, num_pages, size, sampler)
+            return ModelRunner(decoder, num_pages, size, sampler, backend)
         except (RuntimeError, MemoryError, OverflowError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(

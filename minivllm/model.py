@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (0aa74d6e): edit the chapter.
+# Exported from chapters/05_model.py (5b810f9b): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.attention import PagedAttention, Plan
-from minivllm.linear import Product
+from minivllm.linear import Maker, Product, packed_product
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,44 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Ops:
+    """What a layer does between its products, in PyTorch: on any device.
+
+    Each may write into its first argument.
+    """
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+        """Add to the stream x [tokens, hidden], in place; the sum, normalised."""
+        if delta is not None:
+            x += delta
+        return cast(Tensor, norm(x))
+
+    def turns(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `rotate` wants of the angles [tokens, head_dim / 2]."""
+        cos, sin = rotation(angles[:, None])
+        return cos.to(dtype), sin.to(dtype)
+
+    def rotate(
+        self, by_head: Tensor, num_heads: int, turns: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The first heads of [tokens, heads, head_dim], turned."""
+        return rotate(by_head[:, :num_heads], *turns)
+
+    def gate(self, both: Tensor) -> Tensor:
+        """[tokens, 2 * wide], gate and up side by side -> [tokens, wide]."""
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward pass share."""
+
+    plan: Plan
+    ops: Ops
+    turns: tuple[Tensor, Tensor]
+
+
 class Attention(nn.Module):
     """Projections around `PagedAttention`, for flat tokens [tokens, hidden]."""
 
@@ -121,18 +159,17 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         self.heads = (config.num_heads, config.num_kv_heads)
 
-    def forward(
-        self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, memory: PagedAttention, this: Pass) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
-        asks, value = by_head[:, : sum(self.heads)], by_head[:, sum(self.heads) :]
+        (num_asking, num_keys), turned = self.heads, sum(self.heads)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
-            asks = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
-        asks = rotate(asks, cos, sin)
-        query, key = asks[:, : self.heads[0]], asks[:, self.heads[0] :]
-        out = memory.forward(query, key, value, plan)
+            parts = [num_asking, num_keys, num_keys]
+            query, key, value = torch.split(by_head, parts, dim=1)
+            by_head = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
+        asks = this.ops.rotate(by_head, turned, this.turns)
+        query, key = asks[:, :num_asking], asks[:, num_asking:]
+        out = memory.forward(query, key, by_head[:, turned:], this.plan)
         return self.output(out.view(len(x), -1))
 
 
@@ -152,10 +189,9 @@ class MLP(nn.Module):
         self.gate_and_up = Product(self.gate_proj, self.up_proj)
         self.down = Product(self.down_proj)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
         """Treat every token by itself."""
-        gate, up = self.gate_and_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(ops.gate(self.gate_and_up(x)))
 
 
 class Layer(nn.Module):
@@ -169,11 +205,13 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, memory: PagedAttention, plan: Plan, cos: Tensor, sin: Tensor
+        self, x: Tensor, delta: Tensor | None, memory: PagedAttention, this: Pass
     ) -> Tensor:
-        """One layer for all new tokens."""
-        x = x + self.self_attn(self.input_layernorm(x), memory, plan, cos, sin)
-        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+        """Add what the layer before has left to the stream x; what this one leaves."""
+        normal = this.ops.add_norm(x, delta, self.input_layernorm)
+        delta = self.self_attn(normal, memory, this)
+        normal = this.ops.add_norm(x, delta, self.post_attention_layernorm)
+        return cast(Tensor, self.mlp(normal, this.ops))
 
 
 class Decoder(nn.Module):
@@ -195,18 +233,20 @@ class Decoder(nn.Module):
         memory: Sequence[PagedAttention],
         plan: Plan,
         rows: Tensor,
+        ops: Ops | None = None,
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
-        x = self.embed_tokens(token_ids)
-        angles = plan.positions[:, None, None] * self.frequencies.to(x.device)
-        cos, sin = (turn.to(x.dtype) for turn in rotation(angles))
+        x, delta, ops = self.embed_tokens(token_ids), None, ops or Ops()
+        angles = plan.positions[:, None] * self.frequencies.to(x.device)
+        this = Pass(plan, ops, ops.turns(angles, x.dtype))
         for layer, layer_memory in zip(self.layers, memory, strict=True):
-            x = layer(x, layer_memory, plan, cos, sin)
-        return self.head(self.norm(x[rows])).float()
+            delta = layer(x, delta, layer_memory, this)
+        last = None if delta is None else delta[rows]
+        return self.head(ops.add_norm(x[rows], last, self.norm)).float()
 
-    def pack(self) -> None:
+    def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""
         for module in self.modules():
             for part in vars(module).values():
                 if isinstance(part, Product):
-                    part.pack()
+                    part.pack(make)

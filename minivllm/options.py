@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (018c9462): edit the chapter.
+# Exported from chapters/14_llm.py (a4538f66): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "admission": ADMISSIONS,
     "eviction": tuple(EVICTION),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kernels": ("auto", "torch", "numba"),
 }
 
 
@@ -91,6 +92,7 @@ class EngineOptions:
     max_batch_tokens: int = option(2048, "New tokens in a step, at most.")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
     dtype: str = option("auto", "Number format of weights and K/V.")
+    kernels: str = option("auto", "Who computes a layer; numba is for CPUs.")
     seed: int = option(0, "Seed for requests that give none.")
 
     def __post_init__(self) -> None:

@@ -1,18 +1,20 @@
-# Exported from chapters/05_model.py (689ce1db): edit the chapter.
+# Exported from chapters/05_model.py (96f2599a): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from minivllm.attention import PagedAttention, plan_batch, read_together
+from minivllm.attention import PagedAttention, Plan, plan_batch, read_together
 from minivllm.batch import Chunk
-from minivllm.model import Decoder
+from minivllm.linear import Maker, packed_product
+from minivllm.model import Decoder, Ops
 
 Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
 
@@ -26,13 +28,32 @@ def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     return cast(list[int], best.masked_fill(broken, -1)[:, 0].tolist())
 
 
+@dataclass(frozen=True)
+class Backend:
+    """Who does the work: PyTorch, on any device, or kernels that know theirs.
+
+    `arrange` prepares a plan for the attention: from page size and any layer's keys.
+    """
+
+    ops: Ops = field(default_factory=Ops)
+    attention: type[PagedAttention] = PagedAttention
+    arrange: Callable[[Plan, int, Tensor], Plan] = read_together
+    product: Maker = packed_product
+
+
 class ModelRunner:
     """A model, its K/V memory of `num_pages` pages, and one scratch page on top."""
 
     def __init__(
-        self, model: Decoder, num_pages: int, page_size: int, sampler: Sampler = greedy
+        self,
+        model: Decoder,
+        num_pages: int,
+        page_size: int,
+        sampler: Sampler = greedy,
+        backend: Backend | None = None,
     ) -> None:
-        model.pack()
+        self.backend = backend or Backend()
+        model.pack(self.backend.product)
         self.model = model
         self.page_size = page_size
         self.scratch_page = num_pages
@@ -42,9 +63,8 @@ class ModelRunner:
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
         empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
-        self.memory = [
-            PagedAttention(empty(), empty()) for _ in range(config.num_layers)
-        ]
+        attention, num_layers = self.backend.attention, config.num_layers
+        self.memory = [attention(empty(), empty()) for _ in range(num_layers)]
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
@@ -69,5 +89,6 @@ class ModelRunner:
             wanted += range(first, first + chunk.num_scored)
             wanted += [end - 1] * chunk.samples
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
-        plan = read_together(plan, self.page_size, self.memory[0].keys)
-        return cast(Tensor, self.model(ids.to(self.device), self.memory, plan, rows))
+        plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
+        given = (ids.to(self.device), self.memory, plan, rows)
+        return cast(Tensor, self.model(*given, self.backend.ops))

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 import minivllm.attention
 from minivllm.attention import (
-    PagedAttention,
     Plan,
     plan_batch,
-    read_together,
     shared_runs,
 )
 from minivllm.batch import Chunk
 from minivllm.linear import Product, can_pack
 from minivllm.request import encode_ids
+from minivllm.runner import Backend
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -58,17 +57,24 @@ def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
 
 
-def check(chunks: Sequence[Chunk], page: int, group: int, dtype: torch.dtype) -> Plan:
+def check(
+    chunks: Sequence[Chunk],
+    page: int,
+    group: int,
+    dtype: torch.dtype,
+    backend: Backend | None = None,
+) -> Plan:
     """Attend to a memory in which all that nobody may look at is not a number."""
+    backend = backend or Backend()
     size = (NUM_SLOTS + page, KV_HEADS, HEAD_DIM)
-    layer = PagedAttention(*(torch.full(size, math.nan, dtype=dtype) for _ in "kv"))
+    layer = backend.attention(*(torch.full(size, math.nan, dtype=dtype) for _ in "kv"))
     for slot in {s for c in chunks for s in slots_of(c, page, c.end)}:
         layer.keys[slot], layer.values[slot] = torch.randn(2, *size[1:])
     rows = sum(len(chunk.token_ids) for chunk in chunks)
     query = torch.randn(rows, KV_HEADS * group, HEAD_DIM).to(dtype)
     key, value = torch.randn(2, rows, KV_HEADS, HEAD_DIM).to(dtype)
     plan = plan_batch(chunks, page, NUM_SLOTS // page, CPU)
-    plan = read_together(plan, page, layer.keys)
+    plan = backend.arrange(plan, page, layer.keys)
     out = layer.forward(query, key, value, plan)
     seen = [(c, n + 1) for c in chunks for n in range(c.start, c.end)]
     for row, (chunk, number) in enumerate(seen):
