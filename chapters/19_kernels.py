@@ -794,3 +794,66 @@ for (dtype, who, requests), parts in breakdowns.items():
     if who != "torch" and requests == 8:
         share = parts["scheduling and cache"] / sum(parts.values())
         print(f"{dtype}, 8 requests: scheduling and cache {share:.1%} of a step")
+
+# %% [markdown]
+# The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer.
+# Scheduling and cache are the Python of chapters 3 to 7: a small share, for all they decide.
+#
+# The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
+# and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
+# it saves decode time, and nobody arranged it.
+#
+# ## What still goes wrong
+#
+# The step of one request is now nearly what the weights take to be read, and no kernel reads less than
+# what is there. Fewer bytes would: weights in 8 or 4 bits stay in the file, and are widened when they are
+# loaded. The kernels are for float32 and bfloat16 on a CPU; on a GPU the page table is followed by nobody
+# yet, and contexts are gathered. And the first step after an installation waits some seconds for the
+# compiler, once for each format.
+#
+# ## Exercises
+#
+# ### Exercise 1
+#
+# From how many requests on, each with 494 tokens of context, does a float32 step of SmolLM2 read
+# more keys and values than weights?
+
+# %% tags=["solution"]
+answer_1 = -(-4 * (layers + head) // (494 * config.kv_bytes_per_token(4)))
+
+# %%
+assert answer_1 == 24
+
+# %% [markdown]
+# ### Exercise 2
+#
+# A context of 192 tokens is one piece. How long must it be to become two, and how long are these?
+
+# %% tags=["solution"]
+from minivllm.kernels_numba import cut
+
+
+def sizes_of(length: int) -> list[int]:
+    chunk = Chunk("0", encode_ids([0]), length - 1, range(20), 0, samples=True)
+    placed = plan_batch([chunk], 16, 20, torch.device("cpu")).chunks[0]
+    return [end - start for *_, start, end in cut(0, placed, 0)]
+
+
+answer_2 = sizes_of(193)
+
+# %%
+assert sizes_of(192) == [192] and answer_2 == [128, 65]
+
+# %% [markdown]
+# ### Exercise 3
+#
+# Between 1 and the next bfloat16 lie 2⁻⁷. What do 1 + 2⁻⁸ and 1 + 3 · 2⁻⁸ become, each a tie?
+
+# %% tags=["solution"]
+answer_3 = [1.0, 1 + 2**-6]  # to the even neighbour: down here, up there
+
+# %%
+ties = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8]])
+rounded = torch.empty(1, 2, dtype=torch.bfloat16)
+copy(as_array(ties), as_array(rounded))
+assert rounded[0].tolist() == answer_3
