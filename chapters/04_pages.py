@@ -1480,7 +1480,7 @@ def move(page: int, new: str) -> None:
         state[page] = new
 
 
-def watch(kind: str, /, pages: list[int]) -> None:
+def watch(kind: str, /, pages: list[int], owner: str = "") -> None:
     for page in pages:
         move(page, AFTER[kind])
 

@@ -1,5 +1,201 @@
 # %% [markdown]
 # # 13. Missed, or hit without benefit?
+#
+# A museum's guide answers visitors. Its prompt is 493 tokens long, and somebody has asked it
+# before, so the prefix cache has 480 of them. Four other visitors are being answered. Then the
+# question comes again. Does the hit help?
+#
+# The machine is the simulated GPU of [chapter 8](08_simulation.md), with four seats. A token is a
+# byte here, so that we can read what a prompt says. The explainer is borrowed from the package
+# until it is built below.
+
+# %% tags=["hide-input"]
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+from minivllm.drawing import draw_rows
+from minivllm.engine import Engine, Limits, PublishAtFinish, PublishEachStep
+from minivllm.explain import explain as ready_explain
+from minivllm.prefix_cache import PrefixCache
+from minivllm.request import RequestOutput, SamplingParams
+from minivllm.scheduler import Scheduler
+from minivllm.simulation import (
+    Arrival,
+    Arrivals,
+    SerialPrefill,
+    SimulatedRunner,
+    VirtualClock,
+    simulate,
+)
+
+PAGE, VOCAB = 16, 256
+A_GPU = SerialPrefill(chunk_s=0.002, token_s=0.0004, decode_s=0.02, k=0.1)
+PUBLISHERS = {"step": PublishEachStep, "finish": PublishAtFinish}
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def text_of(token_ids) -> str:
+    return bytes(token_ids).decode(errors="replace")
+
+
+def make_engine(
+    num_pages=400, publish="step", eviction="lru", runner=SimulatedRunner, **options
+):
+    clock = VirtualClock()
+    cache = PrefixCache(num_pages, PAGE, eviction=eviction)
+    scheduler = Scheduler(cache, **options)
+    machine = runner(A_GPU, clock, VOCAB, num_pages, PAGE)
+    limits, publisher = Limits(VOCAB, 4_096), PUBLISHERS[publish]()
+    return Engine(machine, scheduler, limits, publisher=publisher, clock=clock)
+
+
+def visit(time_s: float, text: str, max_tokens: int = 8, key=None) -> Arrival:
+    return Arrival(time_s, ids(text), SamplingParams(max_tokens=max_tokens), key)
+
+
+def serve(engine: Engine, *visits: Arrival) -> list[RequestOutput]:
+    """What came of them, in the order of their numbers."""
+    ended = [o for _, o in simulate(engine, engine.clock, Arrivals(visits))]
+    return sorted(ended, key=lambda output: int(output.request_id))
+
+
+# %% name="opening"
+GUIDE = ("You are the guide of a small museum. Answer in one sentence. " * 8)[:480]
+QUESTION = GUIDE + "When do open?"
+chats = [visit(1.0, letter * 200, 200) for letter in "abcd"]
+
+engine = make_engine(max_running=4)
+ready_explain(engine, "step", text_of)
+answers = serve(engine, visit(0.0, QUESTION), *chats, visit(2.0, QUESTION))
+for output in (answers[0], answers[-1]):
+    size, cached = len(output.prompt_token_ids), output.num_cached_tokens
+    print(f"{cached} of {size} tokens cached, TTFT {output.metrics.ttft_s:.2f} s")
+
+# %% [markdown]
+# The first visitor, who found [0](#opening) tokens, had the first word after [0.20](#opening) s.
+# The one who found [480](#opening) of [493](#opening) had it after [4.51](#opening) s. The hit
+# rate of this service looks excellent. Its visitors complain.
+#
+# Here is where those seconds went:
+
+
+# %% tags=["hide-input"]
+def life(output: RequestOutput) -> Iterator[tuple[float, float, str, str]]:
+    metrics, reuse = output.metrics, output.reuse
+    begun, first = metrics.arrival_s + reuse.queued_s, metrics.first_token_s
+    if reuse.queued_s > 0.1:
+        yield metrics.arrival_s, reuse.queued_s, "free", "waits"
+    yield begun, first - begun, "computed", ""
+    yield first, metrics.finished_s - first, "decoded", ""
+
+
+names = ["first, 0 cached", *("a long chat" for _ in chats), "again, 480 cached"]
+draw_rows(
+    [(name, list(life(output))) for name, output in zip(names, answers, strict=True)],
+    caption="Six requests over time. Dark: the prompt is computed; light: the answer. The last one "
+    "needs almost no computing, and waits until a chat gives up its seat.",
+)
+
+# %% [markdown]
+# Nothing is wrong with the cache. The request was found in the tree and had no place to run: it
+# *hit without benefit*. In a dashboard, this and a *miss* look alike: equal prompts, slow first
+# tokens. They call for opposite repairs. More seats do nothing for a prompt that begins with
+# another token, and the best prompt template does nothing for a queue.
+#
+# ## Look at admission last
+#
+# Because the symptom is a wait, the first thing that one looks at is whoever makes requests wait:
+# the scheduler, its budget, its limits. That is the wrong end. A prefix is reused only if four
+# things hold one after the other, and each is worth asking only when the one before it holds:
+#
+# 1. Are the token ids equal? Equal *text* is not enough, and a template's date is a new prompt.
+# 2. Does the index know the prefix now? It may have been evicted, or not be published yet.
+# 3. Are the pages that it named still good, or was the memory reset under them?
+# 4. Was the request admitted in time to use them?
+#
+# The first three decide *how much* is found, the fourth whether it helps. Four services, each with
+# one fault planted in it. In which of them does it help to double the seats, or the budget of a step?
+
+# %% name="planted"
+OTHERS = [(ch * 40 + GUIDE)[:480] + "?" * 13 for ch in "ABC"]
+
+
+def moving_timestamp(**options):
+    clock = "It is 09:41:{:02} now. " + QUESTION
+    visits = [visit(i, clock.format(7 + i)) for i in range(2)]
+    return make_engine(**options), visits
+
+
+def pool_too_small(**options):
+    visits = [visit(i, text) for i, text in enumerate([QUESTION, *OTHERS, QUESTION])]
+    return make_engine(num_pages=64, **options), visits
+
+
+def late_publication(**options):
+    visits = [visit(0, QUESTION, 300), visit(1, QUESTION)]
+    return make_engine(publish="finish", **options), visits
+
+
+def no_admission(**options):
+    visits = [visit(0.0, QUESTION), *chats, visit(2.0, QUESTION)]
+    return make_engine(**options), visits
+
+
+FAULTS = [moving_timestamp, pool_too_small, late_publication, no_admission]
+USUAL = {"max_running": 4, "max_batch_tokens": 512}
+for fault in FAULTS:
+    print(f"{fault.__name__:17}", end="")
+    for more in ({}, {"max_running": 8}, {"max_batch_tokens": 1_024}):
+        engine, visits = fault(**USUAL | more)
+        last = serve(engine, *visits)[-1]
+        print(
+            f"{last.num_cached_tokens:5} cached {last.metrics.ttft_s:.2f} s", end=" |"
+        )
+    print()
+
+# %% [markdown]
+# Only in the last one, and there only seats help: from [4.53](#planted) s to [0.04](#planted). In
+# the other three [0](#planted) tokens are cached whatever one does to admission, and the first
+# token comes no sooner. Three times out of four the hours would have gone into the wrong part. (And
+# chapter 3's advice was the same: when a prefix hits now and then, print the tree.)
+#
+# An engine knows all four answers at the moment when it admits a request. It only does not tell.
+# So let it write them down.
+#
+# ## The naive twin keeps everything
+#
+# Question 1 needs the prompts that were there before. Suppose that we keep them all. Then the
+# nearest one is a loop away:
+
+
+# %% name="twin"
+def common(one: list[int], other: list[int]) -> int:
+    """Tokens that two sequences have in common from the start."""
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+everything = [ids("It is 09:41:07 now. " + QUESTION), *map(ids, OTHERS)]
+asked = ids("It is 09:41:08 now. " + QUESTION)
+nearest = max(everything, key=lambda known: common(known, asked))
+i = common(nearest, asked)
+print(f"they part at token {i}: {text_of(asked[:i])!r} goes on with", end=" ")
+print(f"{text_of(asked[i : i + 1])!r} here and {text_of(nearest[i : i + 1])!r} there")
+
+# %% [markdown]
+# There is the fault, by name: at token [13](#twin) the clock says 8 and said 7. But this twin
+# compares with each prompt that ever was, and forgets none. With 100,000 requests of 500 tokens it
+# reads fifty million tokens to explain one. We need a structure that finds the longest common
+# prefix in one walk, stores a shared beginning once, and drops what nobody has used for long.
+#
+# We have built that one already. It is the tree of [chapter 3](03_radix.md), with pages of *one*
+# token: then a match ends not at a page's border but at the very token where two prompts part. Its
+# eviction is the forgetting. And each token of the tree has a place, an int that there said where
+# the K/V lie; here it says which request brought the token.
 
 # %% export="explain.py"
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
@@ -59,6 +255,44 @@ class History(RadixCache):
         return Nearest(match.matched_len, tuple(rest[:LOOK]), name)
 
 
+# %% [markdown]
+# `nearest` walks down as far as the prompt agrees. From there it collects how the known prompt
+# goes on. Where several do, it takes the latest, unless one begins with the token after next:
+# then our prompt has one token too many, and that branch will show it.
+#
+# What is forgotten must not be mistaken for what never was. The tree drops the least recently used
+# first, and `forgot` keeps the last use of anything dropped. So a claim like "nothing nearer was
+# known" carries its date: it holds for all that was used after `forgot`. For that the tree's clock,
+# which counts operations in chapter 3, counts microseconds.
+
+# %% name="history"
+from array import array
+
+history = History(num_tokens=1_600)
+for number, prompt in enumerate([*everything, asked]):
+    near = history.nearest(array("i", prompt), None)
+    there = text_of(near.there)
+    print(
+        f"request {number}: {near.length:3} tokens are known; there goes on {there!r}"
+    )
+    history.note(array("i", prompt), None, number, now_s=float(number))
+print(f"{history.total_size} tokens, complete since {history.forgot / 1e6:.2f} s")
+
+# %% [markdown]
+# Request 4 parts from request 0 at token [13](#history). By then the tail of request 0 had been
+# dropped to make room for the others; its beginning was enough. At the end [1600](#history) tokens
+# are kept, and what was used later than [1.00](#history) s is whole.
+#
+# ## What became of a page
+#
+# If the ids are equal and yet nothing was found, question 2 begins. The tree above says that a
+# prefix *was* there; now we want to know what became of its first missing page. A page has a name
+# that stands for everything up to it ([chapter 2](02_hashing.md)), and its life is told to
+# observers ([chapter 4](04_pages.md)): published, evicted, and by whom. A page that is published
+# needs no entry, for the index would have found it. A page that a running request is about to
+# fill needs none either, for that request can be asked. So only the *ghosts* need one: names of
+# pages that were known and cannot be found any more, with their fate.
+
 # %% export="explain.py"
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -116,6 +350,37 @@ class Pages:
             self.fates.popitem(last=False)
 
 
+# %% [markdown]
+# This is bounded twice. There are never more names than pages, and never more fates than
+# `num_fates`. A prefix that is published again loses its fate. One that is evicted again gets a
+# new one and goes to the end of the queue.
+
+# %% name="fates"
+from minivllm.hashing import page_hashes
+
+guide, other = page_hashes(ids(GUIDE), PAGE), page_hashes(ids(OTHERS[0]), PAGE)
+pages = Pages(num_fates=40)
+pages.show(range(30), guide)
+pages.lose(range(30), Fate("evicted", at_s=3.0, who="7"))
+print("the guide's first page:", pages.fates.get(guide[0]))
+pages.show(range(30), other)
+pages.lose(range(29, -1, -1), Fate("evicted", at_s=9.0, who="8"))  # tails go first
+remembered = [sum(name in pages.fates for name in names) for names in (guide, other)]
+print("ghosts that are left of each:", remembered)
+
+# %% [markdown]
+# Of the older thirty [10](#fates) ghosts are left. Ask for one of the other twenty, and the honest
+# answer is *forgotten*.
+#
+# ## Why it came late
+#
+# Question 4 is about steps. In each step that leaves somebody waiting there is one reason why
+# nobody more was admitted: no seat, no budget, no page, a promise to others, a preemption. To
+# write that reason beside each of a thousand waiting requests would cost a thousand writes a step.
+# But the reasons are the same for all who wait. So we count them once, for everybody, and let a
+# request remember what the counters said when it joined the queue. What it waited for is the
+# difference.
+
 # %% export="explain.py"
 from collections import Counter
 
@@ -130,8 +395,19 @@ class Queued:
     num_waits: int = 0  # steps in which it waited for another one's pages
 
 
+# %% [markdown]
+# Followers of a flight ([chapter 10](10_single_flight.md)) join the queue when they are released;
+# until then they wait for their leader, and that is another wait.
+#
+# ## What there is to say
+#
+# Now the report. Where two prompts part, it shows the tokens of both, as text if there is a
+# tokenizer.
+
+
 # %% export="explain.py"
-class Parting(NamedTuple):
+@dataclass(frozen=True)
+class Parting:
     """Where a prompt leaves the nearest known one, both from there, and a guess why."""
 
     position: int
@@ -152,6 +428,14 @@ class Parting(NamedTuple):
         return f"token {self.position} is {one} here and {near}: {self.cause}"
 
 
+# %% [markdown]
+# (It shows a token of somebody else's prompt. Only of prompts under the same `extra_key`, which
+# keeps tenants apart; a server should still think before it hands that sentence to a client.)
+#
+# Each answer to *why not one page more?* belongs to one of the four questions. Those with 0 are no
+# fault: a page that is not full, or a prompt that was never looked up.
+
+# %% export="explain.py"
 STEPS = {  # where the search for a reason ends (S16), and what is said there
     "different": (1, "{parting}"),
     "new": (1, "no known prompt goes on like this one"),
@@ -180,6 +464,14 @@ LATE = {
 }
 
 
+# %% [markdown]
+# The numbers must add up, so that no token is explained twice or not at all. A prompt is what was
+# cached, what was missed, what was known and fills no page, what is new, and one token that is
+# always computed. And the verdict: a hit is *without benefit* if its request was refused in some
+# step and then waited longer than the hit saved.
+
+
+# %% export="explain.py"
 @dataclass(frozen=True)
 class Reuse:
     """How much of a prompt was reused at its first admission, and why no more.
@@ -223,6 +515,15 @@ class Reuse:
         """Where the search for the reason ended: 1 to 4, or 0 if nothing was wrong."""
         return 4 if self.verdict == "hit without benefit" else STEPS[self.why][0]
 
+
+# %% [markdown]
+# What a hit saves is an estimate, tokens times the seconds that a token has been taking in steps
+# that compute prompts. Time spent behind a leader is not counted against the hit: there, the wait
+# *is* how the hit comes about.
+
+
+# %% export="explain.py"
+class Reuse(Reuse):
     def __str__(self) -> str:
         head = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens reused"
         return "; ".join([f"{head} ({self.verdict}): {self._reason()}", *self._waits()])
@@ -246,6 +547,14 @@ class Reuse:
             waits.append(words + saved * (self.cached_tokens > 0))
         return waits
 
+
+# %% [markdown]
+# ## A likely cause
+#
+# The two tokens say that the prompts differ. The cause is in how they go on. If both go on alike
+# after a few tokens, something in a template changes; if what changes are digits, it is a time or
+# a counter; if only blanks differ, somebody edited the template; if one has a token more at the
+# very start, it was encoded with a BOS and the other without.
 
 # %% export="explain.py"
 from collections.abc import Callable
@@ -281,6 +590,29 @@ def guess(position: int, gap: tuple[int, int] | None, one: str, other: str) -> s
     return "a value that changes, and both go on alike" if gap else "other text"
 
 
+# %% name="guesses"
+def cause(one: str, other: str) -> str:
+    i = common(ids(one), ids(other))
+    here, there = ids(one)[i:][:LOOK], ids(other)[i:][:LOOK]
+    gap = resume(here, there)
+    skip, other_skip = gap or (1, 1)
+    return guess(i, gap, text_of(here[:skip]), text_of(there[:other_skip]))
+
+
+for one, other in (
+    ("<You are a guide.", "You are a guide."),
+    ("Visitor 1041 asks: when", "Visitor 38 asks: when"),
+    ("You are  a guide.", "You are a guide."),
+    ("Dear Ann, welcome to us", "Dear Oskar, welcome to us"),
+    ("When do you open?", "Is there a lift?"),
+):
+    print(f"{cause(one, other):46} {one!r}")
+
+# %% [markdown]
+# Guesses, from a dozen tokens. The last pair is two different questions, and nothing is wrong.
+
+
+# %% export="explain.py"
 def part(position: int, ids: "array[int]", near: Nearest, decode: Decode) -> Parting:
     """Describe where a prompt leaves the nearest known one."""
     here, there = tuple(ids[position : position + LOOK]), near.there
@@ -290,6 +622,14 @@ def part(position: int, ids: "array[int]", near: Nearest, decode: Decode) -> Par
     cause = guess(position, gap, *texts)
     return Parting(position, here, there, near.request_id, cause, *texts)
 
+
+# %% [markdown]
+# ## The explainer
+#
+# It is an observer: the engine tells it what happens, it never asks the engine for anything that
+# costs. Who owns what: the history knows tokens, `Pages` knows names, `_queued` has an entry for
+# each request in the queue and `_running` one for each that runs. Reports live as long as the
+# scheduler's state of their request, and go with it.
 
 # %% export="explain.py"
 from itertools import takewhile
@@ -327,7 +667,8 @@ class Explainer:
     ) -> None:
         cache = engine.scheduler.cache
         self.scheduler, self.clock = engine.scheduler, engine.clock
-        self.publish, self.decode = publish, decode
+        self.publish = publish and f", publish={publish}"
+        self.decode = decode
         self.page_size = cache.page_size
         num_tokens = num_tokens or 2 * cache.pool.num_pages * cache.page_size
         self.history = History(num_tokens)
@@ -348,16 +689,23 @@ class Explainer:
         if handler := getattr(self, f"_on_{kind.replace(' ', '_')}", None):
             handler(**details)
 
-    def _on_submit(self, request_id: str, held: bool) -> None:
+
+# %% [markdown]
+# The queue. A step that ends with somebody waiting counts one reason. A refusal for pages is an
+# event of its own; a full step and full seats can be seen; and if there was room for more, it was
+# the grouping that offered nobody.
+
+
+# %% export="explain.py"
+class Explainer(Explainer):
+    def _on_submit(
+        self, request_id: str, held: bool = False, leader: str | None = None
+    ) -> None:
         if not held:
-            self._queue(request_id)
+            queued = Queued(self.clock.now(), leader, self._refusals.copy())
+            self._queued[request_id] = queued
 
-    def _on_release(self, request_id: str, leader: str) -> None:
-        self._queue(request_id, leader)
-
-    def _queue(self, request_id: str, leader: str | None = None) -> None:
-        queued = Queued(self.clock.now(), leader, self._refusals.copy())
-        self._queued[request_id] = queued
+    _on_release = _on_submit
 
     def _on_wait(self, request_id: str) -> None:
         if request_id in self._queued:
@@ -384,6 +732,15 @@ class Explainer:
         passed = self.clock.now() - start_s
         self._pace = [keep * seconds + passed, keep * tokens + num_tokens]
 
+
+# %% [markdown]
+# The pages. What a request had not published when it ended or gave way is a fate too: it was
+# *going* to be there. If the engine must start over ([chapter 7](07_engine.md)), every page is
+# lost, and a history that was being changed at that moment is not trusted any more either.
+
+
+# %% export="explain.py"
+class Explainer(Explainer):
     def _on_publish(self, pages: Sequence[int], owner: str) -> None:
         if watch := self._running.get(owner):
             self._learn(watch)
@@ -396,15 +753,14 @@ class Explainer:
         fate = Fate("evicted" if owner else "reset", self.clock.now(), owner)
         self.pages.lose(pages, fate)
 
-    def _on_preempt(self, request_id: str) -> None:
-        self._on_finish(request_id, "it was preempted")
-
-    def _on_finish(self, request_id: str, reason: str) -> None:
+    def _on_finish(self, request_id: str, reason: str = "it was preempted") -> None:
         self._queued.pop(request_id, None)
         if watch := self._running.pop(request_id, None):
             self._learn(watch, complete=True)
             fate = Fate("unfinished", self.clock.now(), request_id, reason)
             self.pages.bury(watch.names[watch.num_shown :], fate)
+
+    _on_preempt = _on_finish
 
     def _on_start_over(self) -> None:
         if not self.history.whole:
@@ -417,6 +773,14 @@ class Explainer:
             self.pages.bury(watch.names, fate)
         self._running, self._queued = {}, {}
 
+
+# %% [markdown]
+# What is known of a running request? Its prompt, from its admission on; its answer page by page;
+# all of it at its end.
+
+
+# %% export="explain.py"
+class Explainer(Explainer):
     def _learn(self, watch: Watch, complete: bool = False) -> None:
         """Remember what a running request has got to, if that fills a page more."""
         state, num_known = watch.state, len(watch.names)
@@ -443,6 +807,15 @@ class Explainer:
         if len(self._keys) > MAX_KEYS:
             self._keys.popitem(last=False)
 
+
+# %% [markdown]
+# The admission is the moment of truth, because that is where a prefix is looked up (chapter 7). A
+# request that comes back from a preemption gets no second report: it finds its own pages, and
+# that is no reuse.
+
+
+# %% export="explain.py"
+class Explainer(Explainer):
     def report(self, state: RequestState) -> Reuse:
         """What there is to say about a request."""
         if report := self._reports.get(state):
@@ -477,6 +850,14 @@ class Explainer:
     def _ago(self, at_s: float | None) -> float | None:
         return None if at_s is None else self.clock.now() - at_s
 
+
+# %% [markdown]
+# And the search itself, in the order of the four questions. The third has no branch of its own: a
+# reset or a lost memory is one of the fates.
+
+
+# %% export="explain.py"
+class Explainer(Explainer):
     def _why(
         self, state: RequestState, cached: int, names: list[bytes], near: Nearest
     ) -> tuple[Fate, int]:
@@ -496,9 +877,8 @@ class Explainer:
         elsewhere = self._elsewhere(state)
         if elsewhere >= cached + size:
             return Fate("other key"), elsewhere
-        begins = (
-            near.length or resume(tuple(state.tokens[:LOOK]), near.there) in AT_START
-        )
+        gap = resume(tuple(state.tokens[:LOOK]), near.there)
+        begins = near.length or gap in AT_START
         return Fate("different" if near.there and begins else "new"), known
 
     def _fate(self, names: list[bytes], page: int) -> tuple[Fate, int] | None:
@@ -506,9 +886,7 @@ class Explainer:
         for request_id, watch in self._running.items():
             if watch.names[page : page + 1] == names[:1]:
                 stage = "prefill" if in_prompt(watch.state) else "decode"
-                detail = f"in {stage}, publish={self.publish}".removesuffix(
-                    ", publish="
-                )
+                detail = f"in {stage}" + self.publish
                 same = takewhile(set(watch.names).__contains__, names)
                 return Fate("unpublished", None, request_id, detail), len([*same])
         if fate := self.pages.fates.get(names[0]):
@@ -523,6 +901,14 @@ class Explainer:
         found = (find(state.tokens, key).matched_len for key in others)
         return max(found, default=0)
 
+
+# %% [markdown]
+# At last the wait. If somebody who came later was admitted first in half of the steps, it was the
+# grouping that let this one wait, whatever those steps were full of.
+
+
+# %% export="explain.py"
+class Explainer(Explainer):
     def _waits(self, state: RequestState) -> dict[str, Any]:
         """How long a request waited, for whom, and what for."""
         queued = self._queued.pop(state.request.request_id, None)
@@ -541,6 +927,31 @@ class Explainer:
         return waits | {"queued_s": queued_s, "late": late}
 
 
+# %% [markdown]
+# It hangs on to an engine without the engine knowing. Another observer that was there goes on
+# hearing everything.
+
+
+# %% export="explain.py"
+class Explainer(Explainer):
+    def attach(self, engine: Engine) -> None:
+        """Hear what an engine does, and tell its outputs."""
+        engine.explain = self.report
+        if not isinstance(self.scheduler.cache.index, NoIndex):
+            for owner in (engine, engine.scheduler, engine.scheduler.cache):
+                owner.observer = both(owner.observer, self)
+
+
+def both(one: Observer, other: Observer) -> Observer:
+    """An observer that tells two."""
+
+    def tell(kind: str, /, **details: object) -> None:
+        one(kind, **details)
+        other(kind, **details)
+
+    return other if one is ignore else tell
+
+
 def explain(
     engine: Engine,
     publish: str = "",
@@ -552,18 +963,149 @@ def explain(
     `publish` is the name of its publication policy, `decode` makes text of token ids.
     """
     explainer = Explainer(engine, publish, decode, num_tokens)
-    engine.explain = explainer.report
-    if not isinstance(engine.scheduler.cache.index, NoIndex):
-        for owner in (engine, engine.scheduler, engine.scheduler.cache):
-            owner.observer = both(owner.observer, explainer)
+    explainer.attach(engine)
     return explainer
 
 
-def both(one: Observer, other: Observer) -> Observer:
-    """An observer that tells two."""
+# %% [markdown]
+# ## Four faults, named
+#
+# The same four services again, now with the explainer that we have built:
 
-    def tell(kind: str, /, **details: object) -> None:
-        one(kind, **details)
-        other(kind, **details)
 
-    return other if one is ignore else tell
+# %% name="named" claims="S14 S16"
+def explained(engine: Engine, *visits: Arrival, publish="step") -> list[RequestOutput]:
+    explain(engine, publish, text_of)
+    return serve(engine, *visits)
+
+
+last_of = {}
+for fault in FAULTS:
+    engine, visits = fault(**USUAL)
+    publish = "finish" if fault is late_publication else "step"
+    last_of[fault] = reuse = explained(engine, *visits, publish=publish)[-1].reuse
+    print(f"{fault.__name__}, question {reuse.step}:\n   {reuse}")
+assert [reuse.step for reuse in last_of.values()] == [1, 2, 2, 4]
+
+# %% [markdown]
+# The clock in the system prompt costs the whole guide behind it: they part at token 13, and
+# [0](#named) tokens are reused. The pool had the prefix and gave its pages to request 3. With
+# publication at the end, request 0 had computed it all, and nobody could see it. And of the opening
+# it says what we saw in the picture: [480](#named) tokens found, worth about [0.20](#named) s, and
+# [4.50](#named) s in the queue.
+#
+# How the 493 or 513 tokens of each divide:
+
+# %% tags=["hide-input"]
+SHADES = {
+    "cached": ("cached_tokens", "published"),
+    "missed": ("missed_tokens", "lost"),
+    "no page": ("unaligned_tokens", "private"),
+    "new": ("new_tokens", "computed"),
+}
+
+
+def bar(reuse) -> Iterator[tuple[float, float, str, str]]:
+    start = 0
+    for words, (field, shade) in SHADES.items():
+        if size := getattr(reuse, field):
+            label = f"{words} {size}" if size > 60 else str(size) if size > 25 else ""
+            yield start, size, shade, label
+            start += size
+    yield start, 1, "decoded", ""
+
+
+draw_rows(
+    [(fault.__name__.replace("_", " "), list(bar(r))) for fault, r in last_of.items()],
+    caption="The prompt of the last request of each service. Green was found, red was known and "
+    "not to be found, yellow fills no page, blue is new. The fourth has nothing red: looking at "
+    "the tree would find no fault, and that is when one looks at admission.",
+)
+
+# %% [markdown]
+# ## Three symptoms
+#
+# Reuse that fails shows itself in three ways, and each has more than one cause.
+#
+# **Equal prefixes, and no speed-up.** Two visitors with one prompt come together. Nobody has
+# computed it yet when the second one is looked up:
+
+# %% name="together" claims="S17"
+first, second = explained(make_engine(), visit(0, QUESTION), visit(0, QUESTION))
+print(second.reuse)
+
+# %% [markdown]
+# That is the puzzle of [the prologue](00_puzzle.md), in one sentence, and its cure is in chapters 9
+# and 10. The other cause is the opening's: found, and not admitted. Same symptom, questions 2 and
+# 4.
+#
+# **Hits that come and go.** One prompt, sent every two seconds by several programs. The number of
+# cached tokens jumps:
+
+# %% name="intermittent" claims="S17"
+engine = make_engine(num_pages=60)
+explain(engine, "step", text_of)
+SENT = [
+    ("the same", [visit(0, QUESTION)]),
+    ("the same", [visit(2, QUESTION)]),
+    ("with a BOS", [visit(4, "<" + QUESTION)]),
+    ("the same", [visit(6, QUESTION)]),
+    ("a tenant", [visit(8, QUESTION, key="tenant 2")]),
+    ("the same", [visit(10, QUESTION)]),
+]
+for name, visits in SENT:
+    output = serve(engine, *visits)[-1]
+    print(f"{name:10} {output.reuse}")
+
+# %% [markdown]
+# Read the reasons, not the numbers. A program that adds a BOS (here `<`) misses all of it. A
+# tenant with its own key misses all of it, as it should. And both bring a prompt of their own,
+# which pushes a part of the old one out: twice the next visitor finds [448](#intermittent) instead
+# of [480](#intermittent), and learns whose pages took the place. Three reasons, one curve.
+#
+# **One class washes out another.** Visitors come every second with the guide's prompt. From second
+# 10 to second 20 somebody has long reports summarized, three a second, each another one.
+
+# %% name="washed" claims="S17"
+rng = random.Random(13)
+guests = [visit(i, GUIDE + f"Question {i:4}") for i in range(30)]
+reports = [
+    visit(10 + i / 3, "".join(rng.choices("abcdefgh ", k=1_500)), 30) for i in range(30)
+]
+
+
+def two_classes(*engine) -> tuple[list[RequestOutput], Counter[str]]:
+    """The visitors' outputs, and who took the pages of those that found fewer."""
+    outputs = explained(make_engine(*engine), *guests, *reports)
+    own = {o.request_id: o for o in outputs if len(o.prompt_token_ids) < 600}
+    lost = [o.reuse.who for o in own.values() if o.reuse.why == "evicted"]
+    return [*own.values()], Counter("guest" if w in own else "report" for w in lost)
+
+
+POOLS = [(150, "step", "lru"), (300, "step", "lru"), (150, "step", "lfu")]
+washed = {f"{pool[0]} pages, {pool[2]}": two_classes(*pool) for pool in POOLS}
+for name, (own, takers) in washed.items():
+    found = sum(min(480, o.num_cached_tokens) for o in own) / (480 * len(own))
+    print(f"{name}: {found:.0%} of the guide found; pages taken by: {dict(takers)}")
+
+
+# %% tags=["hide-input"]
+def seconds(own: list[RequestOutput]) -> Iterator[tuple[float, float, str, str]]:
+    for i, output in enumerate(own):
+        share = output.num_cached_tokens / 480
+        shade = "published" if share == 1 else "private" if share else "lost"
+        yield i, 1, "plain" if output.reuse.why == "new" else shade, ""
+
+
+draw_rows(
+    [
+        *((name, list(seconds(own))) for name, (own, _) in washed.items()),
+        ("reports", [(10, 10, "computed", "three a second")]),
+    ],
+    caption="Each cell is a visitor: green found the whole guide, red none of it, yellow a part. "
+    "While the reports come, the guide is pushed out again and again. The reports themselves "
+    "never reuse anything.",
+)
+
+# %% [markdown]
+# E2

@@ -1,5 +1,7 @@
-# Exported from chapters/13_explain.py (46449758): edit the chapter.
+# Exported from chapters/13_explain.py (d30231f5): edit the chapter.
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
+
+from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
@@ -41,7 +43,7 @@ class History(RadixCache):
         self.forgot = 0
         self.whole = True  # False after a change that was cut short
 
-    def note(self, ids: "array[int]", key: ExtraKey, number: int, now_s: float) -> None:
+    def note(self, ids: array[int], key: ExtraKey, number: int, now_s: float) -> None:
         """Remember a sequence of request `number`: that is the place of its tokens."""
         self.whole = False
         self._clock = max(self._clock, int(now_s * 1e6))
@@ -53,7 +55,7 @@ class History(RadixCache):
         self.forgot = max(self.forgot, leaf.last_access)
         super()._trim(leaf, num_pages)
 
-    def nearest(self, ids: "array[int]", key: ExtraKey) -> Nearest:
+    def nearest(self, ids: array[int], key: ExtraKey) -> Nearest:
         """Where a prompt leaves all that is remembered, and what goes on there."""
         match, rest, name = self.match_prefix(ids, key), array("i"), ""
         node, at = match.end or (None, 0)
@@ -126,7 +128,8 @@ class Queued:
     num_waits: int = 0  # steps in which it waited for another one's pages
 
 
-class Parting(NamedTuple):
+@dataclass(frozen=True)
+class Parting:
     """Where a prompt leaves the nearest known one, both from there, and a guess why."""
 
     position: int
@@ -272,7 +275,7 @@ def guess(position: int, gap: tuple[int, int] | None, one: str, other: str) -> s
     return "a value that changes, and both go on alike" if gap else "other text"
 
 
-def part(position: int, ids: "array[int]", near: Nearest, decode: Decode) -> Parting:
+def part(position: int, ids: array[int], near: Nearest, decode: Decode) -> Parting:
     """Describe where a prompt leaves the nearest known one."""
     here, there = tuple(ids[position : position + LOOK]), near.there
     gap = resume(here, there)
@@ -306,7 +309,8 @@ class Explainer:
     ) -> None:
         cache = engine.scheduler.cache
         self.scheduler, self.clock = engine.scheduler, engine.clock
-        self.publish, self.decode = publish, decode
+        self.publish = publish and f", publish={publish}"
+        self.decode = decode
         self.page_size = cache.page_size
         num_tokens = num_tokens or 2 * cache.pool.num_pages * cache.page_size
         self.history = History(num_tokens)
@@ -327,16 +331,14 @@ class Explainer:
         if handler := getattr(self, f"_on_{kind.replace(' ', '_')}", None):
             handler(**details)
 
-    def _on_submit(self, request_id: str, held: bool) -> None:
+    def _on_submit(
+        self, request_id: str, held: bool = False, leader: str | None = None
+    ) -> None:
         if not held:
-            self._queue(request_id)
+            queued = Queued(self.clock.now(), leader, self._refusals.copy())
+            self._queued[request_id] = queued
 
-    def _on_release(self, request_id: str, leader: str) -> None:
-        self._queue(request_id, leader)
-
-    def _queue(self, request_id: str, leader: str | None = None) -> None:
-        queued = Queued(self.clock.now(), leader, self._refusals.copy())
-        self._queued[request_id] = queued
+    _on_release = _on_submit
 
     def _on_wait(self, request_id: str) -> None:
         if request_id in self._queued:
@@ -375,15 +377,14 @@ class Explainer:
         fate = Fate("evicted" if owner else "reset", self.clock.now(), owner)
         self.pages.lose(pages, fate)
 
-    def _on_preempt(self, request_id: str) -> None:
-        self._on_finish(request_id, "it was preempted")
-
-    def _on_finish(self, request_id: str, reason: str) -> None:
+    def _on_finish(self, request_id: str, reason: str = "it was preempted") -> None:
         self._queued.pop(request_id, None)
         if watch := self._running.pop(request_id, None):
             self._learn(watch, complete=True)
             fate = Fate("unfinished", self.clock.now(), request_id, reason)
             self.pages.bury(watch.names[watch.num_shown :], fate)
+
+    _on_preempt = _on_finish
 
     def _on_start_over(self) -> None:
         if not self.history.whole:
@@ -475,9 +476,8 @@ class Explainer:
         elsewhere = self._elsewhere(state)
         if elsewhere >= cached + size:
             return Fate("other key"), elsewhere
-        begins = (
-            near.length or resume(tuple(state.tokens[:LOOK]), near.there) in AT_START
-        )
+        gap = resume(tuple(state.tokens[:LOOK]), near.there)
+        begins = near.length or gap in AT_START
         return Fate("different" if near.there and begins else "new"), known
 
     def _fate(self, names: list[bytes], page: int) -> tuple[Fate, int] | None:
@@ -485,9 +485,7 @@ class Explainer:
         for request_id, watch in self._running.items():
             if watch.names[page : page + 1] == names[:1]:
                 stage = "prefill" if in_prompt(watch.state) else "decode"
-                detail = f"in {stage}, publish={self.publish}".removesuffix(
-                    ", publish="
-                )
+                detail = f"in {stage}" + self.publish
                 same = takewhile(set(watch.names).__contains__, names)
                 return Fate("unpublished", None, request_id, detail), len([*same])
         if fate := self.pages.fates.get(names[0]):
@@ -519,6 +517,23 @@ class Explainer:
         waits = {"leader": queued.leader, "held_s": held_s}
         return waits | {"queued_s": queued_s, "late": late}
 
+    def attach(self, engine: Engine) -> None:
+        """Hear what an engine does, and tell its outputs."""
+        engine.explain = self.report
+        if not isinstance(self.scheduler.cache.index, NoIndex):
+            for owner in (engine, engine.scheduler, engine.scheduler.cache):
+                owner.observer = both(owner.observer, self)
+
+
+def both(one: Observer, other: Observer) -> Observer:
+    """An observer that tells two."""
+
+    def tell(kind: str, /, **details: object) -> None:
+        one(kind, **details)
+        other(kind, **details)
+
+    return other if one is ignore else tell
+
 
 def explain(
     engine: Engine,
@@ -531,18 +546,5 @@ def explain(
     `publish` is the name of its publication policy, `decode` makes text of token ids.
     """
     explainer = Explainer(engine, publish, decode, num_tokens)
-    engine.explain = explainer.report
-    if not isinstance(engine.scheduler.cache.index, NoIndex):
-        for owner in (engine, engine.scheduler, engine.scheduler.cache):
-            owner.observer = both(owner.observer, explainer)
+    explainer.attach(engine)
     return explainer
-
-
-def both(one: Observer, other: Observer) -> Observer:
-    """An observer that tells two."""
-
-    def tell(kind: str, /, **details: object) -> None:
-        one(kind, **details)
-        other(kind, **details)
-
-    return other if one is ignore else tell

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (4f60f8f9): edit the chapter.
+# Exported from chapters/14_llm.py (a5923702): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -103,9 +103,8 @@ class LLM:
         )
         runner = self._runner(decoder, num_pages)
         limits = Limits(config.vocab_size, config.max_context, ends)
-        self._engine: Engine | None = assemble(
-            chosen, num_pages, runner, limits, observer, writers=self._writer
-        )
+        parts = (chosen, num_pages, runner, limits, observer, self._decode)
+        self._engine: Engine | None = assemble(*parts, writers=self._writer)
 
     def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
@@ -121,6 +120,11 @@ class LLM:
         if self.tokenizer is None:
             return NoText()
         return TextWriter(self.tokenizer, prompt_ids, params)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode([*token_ids], skip_special_tokens=False))
 
     @property
     def engine(self) -> Engine:
@@ -318,7 +322,7 @@ class Outputs(list[RequestOutput]):
     """The outputs of one call; a notebook shows them as a table."""
 
     def _repr_html_(self) -> str:
-        head = ("prompt", "answer", "cached", "computed", "new", "ended by")
+        head = ("prompt", "answer", "cached", "computed", "why", "new", "ended by")
         return _table([head, *(row for output in self for row in _rows_of(output))])
 
 
@@ -327,8 +331,8 @@ def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
     prompt = output.prompt or f"{size} token ids"
     shown = prompt if len(prompt) <= 80 else f"{prompt[:38]} … {prompt[-38:]}"
     for each in output.outputs:
-        new, reason = len(each.token_ids), each.finish_reason
-        yield shown, each.text, cached, size - cached, new, reason
+        why, new = output.reuse and output.reuse.why, len(each.token_ids)
+        yield shown, each.text, cached, size - cached, why, new, each.finish_reason
 
 
 def _table(rows: Iterable[Iterable[object]]) -> str:
