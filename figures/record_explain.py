@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from minivllm.engine import Engine, Limits
-from minivllm.explain import Explainer, explain
+from minivllm.explain import Explainer
 from minivllm.loader import load_model, open_checkpoint
 from minivllm.model import Decoder
 from minivllm.prefix_cache import PrefixCache
@@ -28,7 +28,7 @@ from minivllm.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "figures" / "measured" / "explain.json"
-ROUNDS, REQUESTS, SHARED, OWN, OUTPUT = 9, 12, 160, 40, 24
+ROUNDS, REQUESTS, SHARED, OWN, OUTPUT = 7, 8, 160, 40, 16
 
 
 class Timed(Explainer):
@@ -71,14 +71,11 @@ def main() -> None:
         taken = {explains: serve(model, explains, i) for explains in order}
         ratios.append(taken[True][0] / taken[False][0])
         shares.append(taken[True][1] / taken[True][0])
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     record = {
         "schema_version": 1,
         "command": "python figures/record_explain.py",
-        "commit": commit,
-        "cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} threads",
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "cpu": cpu_name(),
         "threads": 1,
         "timer": "CPU time of the process",
         "model": "smollm2, float32",
@@ -89,6 +86,20 @@ def main() -> None:
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(record["medians"])
+
+
+def git(*command: str) -> str:
+    return subprocess.run(
+        ["git", *command], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def cpu_name() -> str:
+    """The CPU's own name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model n")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} threads"
 
 
 if __name__ == "__main__":

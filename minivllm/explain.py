@@ -1,4 +1,4 @@
-# Exported from chapters/13_explain.py (d30231f5): edit the chapter.
+# Exported from chapters/13_explain.py (f7fd832a): edit the chapter.
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ class Reuse:
         missed = self.missed_tokens
         words = STEPS[self.why][1].format(**vars(self) | locals())
         if self.why in UNSURE and self.remembers_s is not None:
-            words += f" (not known: what was forgotten {self.remembers_s:.2f} s ago)"
+            back = f"memory reaches back {self.remembers_s:.2f} s"
+            words += f" (a nearer one may be forgotten: {back})"
         return words
 
     def _waits(self) -> list[str]:
@@ -455,7 +456,7 @@ class Explainer:
         )
 
     def _ago(self, at_s: float | None) -> float | None:
-        return None if at_s is None else self.clock.now() - at_s
+        return None if at_s is None else max(0.0, self.clock.now() - at_s)
 
     def _why(
         self, state: RequestState, cached: int, names: list[bytes], near: Nearest
