@@ -993,6 +993,15 @@ print(
     }
 )
 
+# %% [markdown]
+# And why not more? Each output carries the report of [chapter 13](13_explain.md), with the text of
+# the tokens where two prompts part. Print it, or read its fields. `explain=False` turns it off.
+
+# %% name="why"
+changed = question.replace("guide says", "new guide says", 1)
+print(output.reuse)
+print(llm.generate(changed, SamplingParams(temperature=0, max_tokens=4))[0].reuse)
+
 # %% tags=["hide-input"]
 from minivllm.drawing import Branch, draw_tree
 
