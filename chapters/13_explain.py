@@ -283,8 +283,8 @@ from minivllm.drawing import Branch, draw_tree
 
 
 def branch(node: Node) -> Branch:
-    tokens, who = array("i", node.key), node.places[0]
-    words = f"{text_of(tokens[:13])}… {len(tokens)} tokens of request {who}"
+    tokens, who = memoryview(node.key).cast("i").tolist(), node.places[0]
+    words = f"{text_of(tokens[:13])} … ({len(tokens)} tokens, request {who})"
     return Branch(words, "plain", [branch(child) for child in node.children.values()])
 
 
