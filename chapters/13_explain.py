@@ -605,6 +605,8 @@ def guess(position: int, gap: tuple[int, int] | None, one: str, other: str) -> s
     numbers = (not text or any(map(str.isdigit, text)) for text in (one, other))
     if one + other and all(numbers):
         return "a number that changes, as a time or a counter"
+    if gap and 0 in gap:
+        return "text put in or left out"
     return "a value that changes, and both go on alike" if gap else "other text"
 
 
@@ -636,9 +638,9 @@ def part(position: int, ids: "array[int]", near: Nearest, decode: Decode) -> Par
     here, there = tuple(ids[position : position + LOOK]), near.there
     gap = resume(here, there)
     one, other = gap or (1, 1)
-    texts = (decode(here[:one]), decode(there[:other]))
-    cause = guess(position, gap, *texts)
-    return Parting(position, here, there, near.request_id, cause, *texts)
+    cause = guess(position, gap, decode(here[:one]), decode(there[:other]))
+    shown = (decode(here[: one or 1]), decode(there[: other or 1]))
+    return Parting(position, here, there, near.request_id, cause, *shown)
 
 
 # %% [markdown]

@@ -502,6 +502,7 @@ PROMPT = "You are the guide of a small museum. It is 09:41 now. Answer visitors.
         (PROMPT.replace("41", "1107"), 46, "number"),
         (PROMPT.replace("small ", "small  "), 29, "white space"),
         (PROMPT.replace("small", "large"), 23, "value that changes"),
+        (PROMPT.replace("small", "small, old"), 28, "put in"),
         ("<" + PROMPT, 0, "too many"),
         (PROMPT[1:], 0, "too few"),
         (PROMPT[0] + PROMPT, 1, "too many"),
