@@ -722,6 +722,7 @@ class RequestOutput:
     `num_cached_tokens` are the prompt tokens whose K/V were there already when the
     request was first admitted. It never changes afterwards. `prompt_logprobs`, if asked
     for, has a table for each prompt token, and None for the first: nothing precedes it.
+    `reuse` says why so many tokens were cached and no more, if somebody keeps track.
     """
 
     request_id: str
@@ -732,6 +733,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt: str | None = field(default=None, repr=False)
     prompt_logprobs: list[Logprobs | None] | None = field(default=None, repr=False)
+    reuse: Any = field(default=None, repr=False)  # a `Reuse` of chapter 13
 
 
 # %% [markdown]

@@ -800,7 +800,8 @@ class NoIndex:
 # that one request holds, in the order of its tokens. One number stands for 16 tokens, and
 # the list is as long as the request. The leading pages are published and pinned for it, the
 # rest are private. The handle is the lock of chapter 3; the last field is for a trap that
-# waits where pages are published.
+# waits where pages are published. The owner's name is there for observers: whoever asks later
+# why a prefix is gone (chapter 13) wants to know who took its pages.
 
 
 # %% export="prefix_cache.py"
@@ -816,6 +817,7 @@ class Lease:
     handle: Handle
     num_offered: int  # pages that the index was shown, whether it took them or not
     num_borrowed: int = 0  # after the shared ones: others own them (chapter 9)
+    owner: str = ""  # whose name observers are told
 
     @property
     def own_pages(self) -> list[int]:
@@ -899,12 +901,17 @@ class PrefixCache(PrefixCache):
         return self.index.match_prefix(token_ids, extra_key)
 
     def acquire(
-        self, match: Match, num_tokens: int, borrowed: Sequence[int] = ()
+        self,
+        match: Match,
+        num_tokens: int,
+        borrowed: Sequence[int] = (),
+        owner: str = "",
     ) -> Lease:
         """Pin a match, and get pages for the rest of the first `num_tokens` tokens.
 
         Pages `borrowed` from others (chapter 9) go on where the match ends. Raises
-        `OutOfPages` if the rest cannot be had; then nothing has changed.
+        `OutOfPages` if the rest cannot be had; then nothing has changed. Observers are
+        told the `owner`.
         """
         pages = match.kv_indices.places
         missing = self.pages_for(num_tokens) - len(pages) - len(borrowed)
@@ -912,7 +919,7 @@ class PrefixCache(PrefixCache):
             self._check_room(missing, self.index.evictable_len(match))
         handle = self.index.lock(match)
         lease = Lease([*pages, *borrowed], len(pages), handle, len(pages))
-        lease.num_borrowed = len(borrowed)
+        lease.num_borrowed, lease.owner = len(borrowed), owner
         self.leases.add(lease)
         self.grow(lease, num_tokens)
         return lease
@@ -947,15 +954,15 @@ class PrefixCache(PrefixCache):
             return
         if missing > self.pool.num_free:
             self._check_room(missing)
-            self._evict(missing - self.pool.num_free)
+            self._evict(missing - self.pool.num_free, lease.owner)
         lease.pages += self.pool.allocate(missing)
         self.observer("allocate", pages=lease.pages[-missing:])
 
-    def _evict(self, num_pages: int) -> None:
+    def _evict(self, num_pages: int, owner: str = "") -> None:
         pages = self.index.evict_pages(num_pages)
         self.pool.free(pages)
         self.evicted_tokens += len(pages) * self.page_size
-        self.observer("evict", pages=pages)
+        self.observer("evict", pages=pages, owner=owner)
 
 
 # %% [markdown]
@@ -1082,7 +1089,8 @@ class PrefixCache(PrefixCache):
             self._free([a for a, b in pairs if a != b])
         lease.num_borrowed = max(0, lease.num_borrowed - len(published))
         self.published_tokens += len(published) * size - num_known
-        self.observer("publish", pages=published[num_known // size :])
+        new = published[num_known // size :]
+        self.observer("publish", pages=new, owner=lease.owner)
 
     def _free(self, pages: list[int]) -> None:
         if pages:
@@ -1117,6 +1125,7 @@ class PrefixCache(PrefixCache):
         """Forget every page and every lease, whatever state they are in."""
         self.pool = PagePool(self.pool.num_pages, self.page_size)
         self.index, self.leases = self._new_index(), set()
+        self.observer("start over")
 
     def reset(self) -> bool:
         """Forget everything published. False, and no change, while a lease is held."""
@@ -1471,7 +1480,7 @@ def move(page: int, new: str) -> None:
         state[page] = new
 
 
-def watch(kind: str, /, pages: list[int]) -> None:
+def watch(kind: str, /, pages: list[int], owner: str = "") -> None:
     for page in pages:
         move(page, AFTER[kind])
 

@@ -382,9 +382,11 @@ class Scheduler(Scheduler):
         preemptions = self.counters.preemptions
         self.announcer.clear()
         batch = self._continue_running()
-        if self.counters.preemptions == preemptions:  # pages are short: let nobody in
+        if self.counters.preemptions == preemptions:
             num_tokens = sum(len(chunk.token_ids) for chunk in batch)
             batch += self._admit(self.max_batch_tokens - num_tokens)
+        else:  # pages are short: let nobody in
+            self.observer("refuse", why="preemption")
         if self.observer is not ignore:
             sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
             self.observer("schedule", chunks=sizes)
@@ -488,7 +490,8 @@ draw_rows(
 #
 # ## Reuse is decided at admission
 #
-# Waiting requests are let in one by one, in order, as long as budget, seats and pages last.
+# Waiting requests are let in one by one, in order, as long as budget, seats and pages last. A
+# refusal is an event like any other, with its reason.
 
 
 # %% export="scheduler.py"
@@ -530,6 +533,7 @@ class Scheduler(Scheduler):
     def _try_admit(self, state: RequestState, budget: int) -> int:
         """Start a lease if the request fits; the size of its first chunk, or 0."""
         if self.admission == "reserve" and not self._reservable(state):
+            self.observer("refuse", why="reserve")
             return 0
         match = self.cache.find(state.sought, state.request.extra_key)
         borrowed = self.announcer.find(state, match) if state.sought else []
@@ -537,8 +541,10 @@ class Scheduler(Scheduler):
         cached = min(found, len(state.tokens) - 1)
         num_tokens = min(len(state.tokens) - cached, budget)
         try:
-            lease = self.cache.acquire(match, cached + num_tokens, borrowed)
+            owner = state.request.request_id
+            lease = self.cache.acquire(match, cached + num_tokens, borrowed, owner)
         except OutOfPages:
+            self.observer("refuse", why="pages")
             return 0
         self.waiting.remove(state)
         insort(self.running, state, key=lambda s: s.order)
@@ -827,7 +833,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from minivllm.batch import Chunk
 from minivllm.events import Observer, ignore
@@ -1076,6 +1082,7 @@ class Engine:
         self.clock = clock or WallClock()
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
+        self.explain: Callable[[RequestState], Any] = lambda state: None
         self._live: dict[str, Progress] = {}  # continuations that have not ended
         self._requests: dict[str, list[Progress]] = {}  # those with one that is live
         self._untold: dict[str, list[Progress]] = {}  # with an end not reported yet
@@ -1386,16 +1393,17 @@ class Engine(Engine):
         request_id = progress.state.request.request_id
         coordinator = self._coordinator(progress)
         if progress.state.num_output == 1:
-            self._release(coordinator.prefilled(request_id))
+            self._release(coordinator.prefilled(request_id), request_id)
             self._hasten(request_id)
         if progress.finish_reason:
-            self._release(coordinator.finished(request_id))
+            self._release(coordinator.finished(request_id), request_id)
 
-    def _release(self, request_ids: Sequence[str]) -> None:
-        """Let followers run: they queue at their place of arrival."""
+    def _release(self, request_ids: Sequence[str], leader: str) -> None:
+        """Let followers of a leader run: they queue at their place of arrival."""
         for request_id in request_ids:
             self._live[request_id].held = False
             self.scheduler.add(self._live[request_id].state)
+            self.observer("release", request_id=request_id, leader=leader)
 
 
 # %% [markdown]
@@ -1432,13 +1440,14 @@ class Engine(Engine):
             heir, released = coordinator.aborted(request_id)
             if leads := heir or leader:  # by whom it is waited for has changed
                 self._hasten(leads)
-            self._release([*([heir] if heir else []), *released])
+            self._release([*([heir] if heir else []), *released], request_id)
             self._retire(progress)
         return progress
 
 
 # %% [markdown]
-# What the caller gets is a copy: it may do with it what it likes.
+# What the caller gets is a copy: it may do with it what it likes. `explain` is a seam: chapter 13
+# hangs somebody there who can tell why so much of the prompt was reused and no more.
 
 
 # %% tags=["hide-input"] export="engine.py"
@@ -1470,6 +1479,7 @@ class Engine(Engine):
         done = [self._completion(i, progress) for i, progress in enumerate(family)]
         cached = head.state.num_cached_tokens or 0
         told = RequestOutput(head.name, prompt_ids, cached, done, finished, metrics)
+        told.reuse = self.explain(head.state)
         if head.state.request.params.prompt_logprobs is not None:
             told.prompt_logprobs = [*head.prompt_logprobs]
         return told

@@ -61,6 +61,7 @@ from minivllm.engine import (
     Runner,
 )
 from minivllm.events import Observer, ignore
+from minivllm.explain import Decode, explain, no_text
 from minivllm.grouping import TIERS, LongestPrefix, SharedPrefix, check_tiers
 from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
@@ -99,6 +100,7 @@ COUNTS = (
     "max_running",
     "max_batch_tokens",
     "wait_for_prefix",
+    "explain_tokens",
 )
 
 
@@ -142,6 +144,10 @@ class EngineOptions:
     dtype: str = option("auto", "Number format of weights and K/V.")
     kernels: str = option("auto", "Who computes a layer; numba is for CPUs.")
     seed: int = option(0, "Seed for requests that give none.")
+    explain: bool = option(True, "Say why so much of a prompt was reused, no more.")
+    explain_tokens: int | None = option(
+        None, "Tokens to remember for that; none: twice the K/V memory."
+    )
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -157,6 +163,8 @@ class EngineOptions:
                 "late: choose another, or single_flight='prefill'"
             )
         check_tiers(self.tiers)
+        if type(self.explain) is not bool:
+            raise ValueError(f"explain must be True or False, not {self.explain!r}")
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         if str(self.device).split(":")[0] not in DEVICES:
@@ -255,7 +263,8 @@ for attempt in (
 # promises followers the leader's prompt, so the prompt is published then, whatever the
 # publication policy says. Who waits for a part of a prompt is a matter of the queue, and a
 # wrapper around its grouping. Without an index there is nothing to announce, and nothing to
-# wait for.
+# wait for. The explainer of [chapter 13](13_explain.md) is hung on last, when all is there that
+# it watches.
 
 
 # %% export="options.py"
@@ -265,9 +274,13 @@ def assemble(
     runner: Runner,
     limits: Limits,
     observer: Observer = ignore,
+    decode: Decode = no_text,
     **seams: Any,
 ) -> Engine:
-    """The engine that the options describe; `seams` are passed on to `Engine`."""
+    """The engine that the options describe; `seams` are passed on to `Engine`.
+
+    `decode` makes text of token ids, for explanations.
+    """
     cache = PrefixCache(
         num_pages, options.page_size, options.index, options.eviction, observer
     )
@@ -285,7 +298,7 @@ def assemble(
         scheduler.grouping = WaitForPrefix(scheduler, options.wait_for_prefix)
     publisher = PUBLISHERS[options.publish]()
     release = options.single_flight if options.index != "none" else "none"
-    return Engine(
+    engine = Engine(
         runner,
         scheduler,
         limits,
@@ -294,6 +307,9 @@ def assemble(
         observer=observer,
         **seams,
     )
+    if options.explain:
+        explain(engine, options.publish, decode, options.explain_tokens)
+    return engine
 
 
 def _grouping(
@@ -655,9 +671,8 @@ class LLM:
         backend = choose_backend(chosen.kernels, device, dtype)
         runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
-        self._engine: Engine | None = assemble(
-            chosen, num_pages, runner, limits, observer, writers=self._writer
-        )
+        parts = (chosen, num_pages, runner, limits, observer, self._decode)
+        self._engine: Engine | None = assemble(*parts, writers=self._writer)
 
     def _runner(
         self, decoder: Decoder, num_pages: int, backend: Backend
@@ -675,6 +690,11 @@ class LLM:
         if self.tokenizer is None:
             return NoText()
         return TextWriter(self.tokenizer, prompt_ids, params)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode([*token_ids], skip_special_tokens=False))
 
 
 # %% [markdown]
@@ -928,7 +948,7 @@ class Outputs(list[RequestOutput]):
     """The outputs of one call; a notebook shows them as a table."""
 
     def _repr_html_(self) -> str:
-        head = ("prompt", "answer", "cached", "computed", "new", "ended by")
+        head = ("prompt", "answer", "cached", "computed", "why", "new", "ended by")
         return _table([head, *(row for output in self for row in _rows_of(output))])
 
 
@@ -937,8 +957,8 @@ def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
     prompt = output.prompt or f"{size} token ids"
     shown = prompt if len(prompt) <= 80 else f"{prompt[:38]} … {prompt[-38:]}"
     for each in output.outputs:
-        new, reason = len(each.token_ids), each.finish_reason
-        yield shown, each.text, cached, size - cached, new, reason
+        why, new = output.reuse and output.reuse.why, len(each.token_ids)
+        yield shown, each.text, cached, size - cached, why, new, each.finish_reason
 
 
 def _table(rows: Iterable[Iterable[object]]) -> str:
@@ -994,6 +1014,15 @@ print(
         if name in ("lookups", "hits", "cached_tokens")
     }
 )
+
+# %% [markdown]
+# And why not more? Each output carries the report of [chapter 13](13_explain.md), with the text of
+# the tokens where two prompts part. Print it, or read its fields. `explain=False` turns it off.
+
+# %% name="why"
+changed = question.replace("guide says", "new guide says", 1)
+print(output.reuse)
+print(llm.generate(changed, SamplingParams(temperature=0, max_tokens=4))[0].reuse)
 
 # %% tags=["hide-input"]
 from minivllm.drawing import Branch, draw_tree
@@ -1213,7 +1242,8 @@ def generate(
         outputs = llm.generate(prompt, params)
     for output in outputs:
         metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
-        show(asdict(output) | {"metrics": metrics}, as_json)
+        told = {"metrics": metrics, "why": output.reuse and str(output.reuse)}
+        show(asdict(output) | told, as_json)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(1)
 
@@ -1235,7 +1265,8 @@ def show(output: dict[str, Any], as_json: bool) -> None:
     size, cached = len(output["prompt_token_ids"]), output["num_cached_tokens"]
     for completion in output["outputs"]:
         print(f"{output['prompt']}{completion['text']}")
-    print(f"  ({size} prompt tokens, {cached} of them cached)", file=sys.stderr)
+    told = output["why"] or f"{size} prompt tokens, {cached} of them cached"
+    print(f"  ({told})", file=sys.stderr)
 
 
 # %% [markdown]

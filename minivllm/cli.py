@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (0998208d): edit the chapter.
+# Exported from chapters/14_llm.py (cdff93a3): edit the chapter.
 """The command line: what all commands share, and `minivllm generate`."""
 
 import json
@@ -149,7 +149,8 @@ def generate(
         outputs = llm.generate(prompt, params)
     for output in outputs:
         metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
-        show(asdict(output) | {"metrics": metrics}, as_json)
+        told = {"metrics": metrics, "why": output.reuse and str(output.reuse)}
+        show(asdict(output) | told, as_json)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(1)
 
@@ -162,7 +163,8 @@ def show(output: dict[str, Any], as_json: bool) -> None:
     size, cached = len(output["prompt_token_ids"]), output["num_cached_tokens"]
     for completion in output["outputs"]:
         print(f"{output['prompt']}{completion['text']}")
-    print(f"  ({size} prompt tokens, {cached} of them cached)", file=sys.stderr)
+    told = output["why"] or f"{size} prompt tokens, {cached} of them cached"
+    print(f"  ({told})", file=sys.stderr)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (6a6af9da): edit the chapter.
+# Exported from chapters/07_engine.py (6572d711): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from minivllm.batch import Chunk
 from minivllm.events import Observer, ignore
@@ -226,6 +226,7 @@ class Engine:
         self.clock = clock or WallClock()
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
+        self.explain: Callable[[RequestState], Any] = lambda state: None
         self._live: dict[str, Progress] = {}  # continuations that have not ended
         self._requests: dict[str, list[Progress]] = {}  # those with one that is live
         self._untold: dict[str, list[Progress]] = {}  # with an end not reported yet
@@ -451,16 +452,17 @@ class Engine:
         request_id = progress.state.request.request_id
         coordinator = self._coordinator(progress)
         if progress.state.num_output == 1:
-            self._release(coordinator.prefilled(request_id))
+            self._release(coordinator.prefilled(request_id), request_id)
             self._hasten(request_id)
         if progress.finish_reason:
-            self._release(coordinator.finished(request_id))
+            self._release(coordinator.finished(request_id), request_id)
 
-    def _release(self, request_ids: Sequence[str]) -> None:
-        """Let followers run: they queue at their place of arrival."""
+    def _release(self, request_ids: Sequence[str], leader: str) -> None:
+        """Let followers of a leader run: they queue at their place of arrival."""
         for request_id in request_ids:
             self._live[request_id].held = False
             self.scheduler.add(self._live[request_id].state)
+            self.observer("release", request_id=request_id, leader=leader)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is unknown or has ended."""
@@ -486,7 +488,7 @@ class Engine:
             heir, released = coordinator.aborted(request_id)
             if leads := heir or leader:  # by whom it is waited for has changed
                 self._hasten(leads)
-            self._release([*([heir] if heir else []), *released])
+            self._release([*([heir] if heir else []), *released], request_id)
             self._retire(progress)
         return progress
 
@@ -517,6 +519,7 @@ class Engine:
         done = [self._completion(i, progress) for i, progress in enumerate(family)]
         cached = head.state.num_cached_tokens or 0
         told = RequestOutput(head.name, prompt_ids, cached, done, finished, metrics)
+        told.reuse = self.explain(head.state)
         if head.state.request.params.prompt_logprobs is not None:
             told.prompt_logprobs = [*head.prompt_logprobs]
         return told

@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (67e55890): edit the chapter.
+# Exported from chapters/04_pages.py (87d9fce4): edit the chapter.
 """The prefix cache: pages with owners, and an index that finds the published ones."""
 
 from __future__ import annotations
@@ -178,6 +178,7 @@ class Lease:
     handle: Handle
     num_offered: int  # pages that the index was shown, whether it took them or not
     num_borrowed: int = 0  # after the shared ones: others own them (chapter 9)
+    owner: str = ""  # whose name observers are told
 
     @property
     def own_pages(self) -> list[int]:
@@ -217,12 +218,17 @@ class PrefixCache:
         return self.index.match_prefix(token_ids, extra_key)
 
     def acquire(
-        self, match: Match, num_tokens: int, borrowed: Sequence[int] = ()
+        self,
+        match: Match,
+        num_tokens: int,
+        borrowed: Sequence[int] = (),
+        owner: str = "",
     ) -> Lease:
         """Pin a match, and get pages for the rest of the first `num_tokens` tokens.
 
         Pages `borrowed` from others (chapter 9) go on where the match ends. Raises
-        `OutOfPages` if the rest cannot be had; then nothing has changed.
+        `OutOfPages` if the rest cannot be had; then nothing has changed. Observers are
+        told the `owner`.
         """
         pages = match.kv_indices.places
         missing = self.pages_for(num_tokens) - len(pages) - len(borrowed)
@@ -230,7 +236,7 @@ class PrefixCache:
             self._check_room(missing, self.index.evictable_len(match))
         handle = self.index.lock(match)
         lease = Lease([*pages, *borrowed], len(pages), handle, len(pages))
-        lease.num_borrowed = len(borrowed)
+        lease.num_borrowed, lease.owner = len(borrowed), owner
         self.leases.add(lease)
         self.grow(lease, num_tokens)
         return lease
@@ -255,15 +261,15 @@ class PrefixCache:
             return
         if missing > self.pool.num_free:
             self._check_room(missing)
-            self._evict(missing - self.pool.num_free)
+            self._evict(missing - self.pool.num_free, lease.owner)
         lease.pages += self.pool.allocate(missing)
         self.observer("allocate", pages=lease.pages[-missing:])
 
-    def _evict(self, num_pages: int) -> None:
+    def _evict(self, num_pages: int, owner: str = "") -> None:
         pages = self.index.evict_pages(num_pages)
         self.pool.free(pages)
         self.evicted_tokens += len(pages) * self.page_size
-        self.observer("evict", pages=pages)
+        self.observer("evict", pages=pages, owner=owner)
 
     def publish(self, lease: Lease, token_ids: TokenIds, num_committed: int) -> None:
         """Let others find the full pages among the first `num_committed` tokens.
@@ -288,7 +294,8 @@ class PrefixCache:
             self._free([a for a, b in pairs if a != b])
         lease.num_borrowed = max(0, lease.num_borrowed - len(published))
         self.published_tokens += len(published) * size - num_known
-        self.observer("publish", pages=published[num_known // size :])
+        new = published[num_known // size :]
+        self.observer("publish", pages=new, owner=lease.owner)
 
     def _free(self, pages: list[int]) -> None:
         if pages:
@@ -308,6 +315,7 @@ class PrefixCache:
         """Forget every page and every lease, whatever state they are in."""
         self.pool = PagePool(self.pool.num_pages, self.page_size)
         self.index, self.leases = self._new_index(), set()
+        self.observer("start over")
 
     def reset(self) -> bool:
         """Forget everything published. False, and no change, while a lease is held."""

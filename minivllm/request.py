@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (d1cae7ac): edit the chapter.
+# Exported from chapters/01_kv_cache.py (90d35f82): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -237,6 +237,7 @@ class RequestOutput:
     `num_cached_tokens` are the prompt tokens whose K/V were there already when the
     request was first admitted. It never changes afterwards. `prompt_logprobs`, if asked
     for, has a table for each prompt token, and None for the first: nothing precedes it.
+    `reuse` says why so many tokens were cached and no more, if somebody keeps track.
     """
 
     request_id: str
@@ -247,3 +248,4 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt: str | None = field(default=None, repr=False)
     prompt_logprobs: list[Logprobs | None] | None = field(default=None, repr=False)
+    reuse: Any = field(default=None, repr=False)  # a `Reuse` of chapter 13

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (80562bad): edit the chapter.
+# Exported from chapters/07_engine.py (0524830c): edit the chapter.
 """Who runs in the next step, with how many tokens, and in which pages.
 
 Requests join and leave at every step (Orca, 2022), prompts are cut to a budget of
@@ -185,9 +185,11 @@ class Scheduler:
         preemptions = self.counters.preemptions
         self.announcer.clear()
         batch = self._continue_running()
-        if self.counters.preemptions == preemptions:  # pages are short: let nobody in
+        if self.counters.preemptions == preemptions:
             num_tokens = sum(len(chunk.token_ids) for chunk in batch)
             batch += self._admit(self.max_batch_tokens - num_tokens)
+        else:  # pages are short: let nobody in
+            self.observer("refuse", why="preemption")
         if self.observer is not ignore:
             sizes = [(c.request_id, c.start, len(c.token_ids)) for c in batch]
             self.observer("schedule", chunks=sizes)
@@ -244,6 +246,7 @@ class Scheduler:
     def _try_admit(self, state: RequestState, budget: int) -> int:
         """Start a lease if the request fits; the size of its first chunk, or 0."""
         if self.admission == "reserve" and not self._reservable(state):
+            self.observer("refuse", why="reserve")
             return 0
         match = self.cache.find(state.sought, state.request.extra_key)
         borrowed = self.announcer.find(state, match) if state.sought else []
@@ -251,8 +254,10 @@ class Scheduler:
         cached = min(found, len(state.tokens) - 1)
         num_tokens = min(len(state.tokens) - cached, budget)
         try:
-            lease = self.cache.acquire(match, cached + num_tokens, borrowed)
+            owner = state.request.request_id
+            lease = self.cache.acquire(match, cached + num_tokens, borrowed, owner)
         except OutOfPages:
+            self.observer("refuse", why="pages")
             return 0
         self.waiting.remove(state)
         insort(self.running, state, key=lambda s: s.order)

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 
 import pytest
+import test_explain
 import test_output
 import test_pages
 import test_radix
@@ -18,6 +19,7 @@ import test_text
 
 from minivllm import hashing, prefix_cache, radix, sampling
 from minivllm.engine import Engine
+from minivllm.explain import Explainer, History, Pages
 from minivllm.prefix_cache import HashIndex, PrefixCache
 from minivllm.radix import RadixCache
 from minivllm.sampling import Sampler
@@ -296,6 +298,55 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
         "if not 0 < self._num_waiting <= 3:",
         "if True:",
         test_text.test_any_text_comes_through,
+    ),
+    "an explainer that ignores the extra key": (
+        Explainer,
+        "_report",
+        "nearest(ids, state.request.extra_key)",
+        "nearest(ids, None)",
+        test_explain.some_histories,
+    ),
+    "an explainer that is off by one at a page's border": (
+        Explainer,
+        "_why",
+        "elsewhere >= cached + size",
+        "elsewhere > cached + size",
+        test_explain.some_histories,
+    ),
+    "tokens of a page counted as known that is not whole": (
+        Explainer,
+        "_report",
+        "min(num_known // self",
+        "min((num_known + 1) // self",
+        test_explain.some_histories,
+    ),
+    "a history that forgets in silence": (
+        History,
+        "_trim",
+        "self.forgot = max(self.forgot, leaf.last_access)",
+        "pass",
+        test_explain.some_histories,
+    ),
+    "an eviction that nobody caused": (
+        Explainer,
+        "_on_evict",
+        "self.clock.now(), owner)",
+        "self.clock.now())",
+        test_explain.some_histories,
+    ),
+    "a queue that counts what was before": (
+        Explainer,
+        "_on_submit",
+        "self._refusals.copy()",
+        "Counter()",
+        test_explain.some_histories,
+    ),
+    "the youngest ghost forgotten first": (
+        Pages,
+        "bury",
+        "popitem(last=False)",
+        "popitem(last=True)",
+        test_explain.test_the_oldest_ghost_is_forgotten_first,
     ),
 }
 
