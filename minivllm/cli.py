@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (0998208d): edit the chapter.
+# Exported from chapters/14_llm.py (33a90914): edit the chapter.
 """The command line: what all commands share, and `minivllm generate`."""
 
 import json
@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from importlib import import_module
@@ -74,7 +74,9 @@ MODEL = "smollm2, a folder, a .gguf file or a hub id."
 Command = Callable[..., None]
 
 
-def with_options(**defaults: Any) -> Callable[[Command], Command]:
+def with_options(
+    leave_out: Container[str] = (), **defaults: Any
+) -> Callable[[Command], Command]:
     """Let a command's `**options` take model, sampling and engine, and `--config`.
 
     `defaults` are those of this command where they are not the usual ones.
@@ -86,8 +88,9 @@ def with_options(**defaults: Any) -> Callable[[Command], Command]:
         own.append(_parameter("config", Path | None, None, CONFIG))
         rows = [("model", str, "smollm2", MODEL), *documented()]
         for name, kind, usual, words in rows:
-            default = defaults.get(name, usual)
-            own.append(_parameter(name, kind, default, _option(name, words)))
+            if name not in leave_out:
+                default = defaults.get(name, usual)
+                own.append(_parameter(name, kind, default, _option(name, words)))
         public = signed.replace(parameters=own)
         command.__signature__ = public  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in own}

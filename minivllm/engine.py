@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (6a6af9da): edit the chapter.
+# Exported from chapters/07_engine.py (9358fe8d): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -217,6 +217,7 @@ class Engine:
         clock: Clock | None = None,
         writers: Callable[[TokenIds, SamplingParams], Writer] | None = None,
         observer: Observer = ignore,
+        streams: bool = True,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -226,6 +227,7 @@ class Engine:
         self.clock = clock or WallClock()
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
+        self.streams = streams  # else a request is reported once, when it has ended
         self._live: dict[str, Progress] = {}  # continuations that have not ended
         self._requests: dict[str, list[Progress]] = {}  # those with one that is live
         self._untold: dict[str, list[Progress]] = {}  # with an end not reported yet
@@ -358,7 +360,8 @@ class Engine:
 
     def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
         """Their outputs, and those of all that ended untold; then these are told."""
-        names = [p.name for p in advanced if p.name in self._requests]
+        streamed = advanced if self.streams else ()
+        names = [p.name for p in streamed if p.name in self._requests]
         told = self._untold | {name: self._requests[name] for name in names}
         outputs = [self._output(family) for family in told.values()]
         self._untold = {}

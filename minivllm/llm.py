@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (4f60f8f9): edit the chapter.
+# Exported from chapters/14_llm.py (2f74f136): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 from minivllm.chat import Message, as_conversations, load_template
 from minivllm.engine import Engine, Limits, NoText, Writer
 from minivllm.events import Observer, ignore
-from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress_bar
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
 from minivllm.options import EngineOptions, assemble, read_options
+from minivllm.progress import progress_bar
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.sampling import Sampler
