@@ -98,7 +98,7 @@ def check_order(requests: Sequence[TraceRequest]) -> Iterator[tuple[int, str]]:
             yield i, f"the id {request.name!r} is taken"
         places[request.name] = i
     ends = [False] * len(requests)  # whether a chain of `after` is known to end
-    for i, request in enumerate(requests):
+    for i in range(len(requests)):
         chain: dict[int, None] = {}
         place = i
         while not ends[place] and (after := requests[place].after) is not None:
@@ -107,7 +107,7 @@ def check_order(requests: Sequence[TraceRequest]) -> Iterator[tuple[int, str]]:
                 yield place, f"after {after!r}: no request has this id"
                 return
             if (place := places[after]) in chain:
-                yield place, f"{request.name!r} waits for itself, by way of `after`"
+                yield place, f"{after!r} waits for itself, by way of `after`"
                 return
         for seen in (*chain, place):
             ends[seen] = True
@@ -297,6 +297,14 @@ def cycle(rng: Random) -> Stream:
         yield make(i, 1000.0 * i, documents[i % 12] + tokens(rng, 16), 16)
 
 
+def short(rng: Random) -> Stream:
+    """Prompts of 49 to 79 tokens with one of twenty beginnings, a hundred a second."""
+    heads = [tokens(rng, 48) for _ in range(20)]
+    for i in count():
+        prompt = rng.choice(heads) + tokens(rng, rng.randint(1, 31))
+        yield make(i, 10.0 * i, prompt, rng.randint(1, 16))
+
+
 GENERATORS: dict[str, Callable[[Random], Stream]] = {
     "bursts": bursts,
     "system-prompt": system_prompt,
@@ -304,6 +312,7 @@ GENERATORS: dict[str, Callable[[Random], Stream]] = {
     "tree-of-thought": tree_of_thought,
     "mixed": mixed,
     "cycle": cycle,
+    "short": short,
 }
 
 
@@ -317,8 +326,6 @@ def generate(name: str, num_requests: int) -> list[TraceRequest]:
     if kind not in GENERATORS or not seed.isdecimal():
         offered = ", ".join(f"{known}-SEED" for known in GENERATORS)
         raise ValueError(f"no generator {name!r}: one of {offered}")
-    if num_requests < 1:
-        raise ValueError(f"at least 1 request, not {num_requests}")
     return list(islice(GENERATORS[kind](Random(name)), num_requests))
 
 
@@ -546,8 +553,10 @@ class Replay:
             options, self.num_pages, runner, limits, clock=self.clock, streams=False
         )
         self._followers: dict[str | None, list[TraceRequest]] = {}
+        names = {request.name for request in requests}
         for request in requests:
-            self._followers.setdefault(request.after, []).append(request)
+            after = request.after if request.after in names else None
+            self._followers.setdefault(after, []).append(request)
         self._served: dict[str, Served] = {}
 
     def _pages(self, request: TraceRequest) -> int:
@@ -985,6 +994,8 @@ def size_name(tokens: int) -> str:
 
 def load_traffic(trace: str, num_requests: int | None) -> list[TraceRequest]:
     """The requests of a file, or of a generator named `gen:…`."""
+    if num_requests is not None and num_requests < 1:
+        raise ValueError(f"--requests must be at least 1, not {num_requests}")
     if trace.startswith("gen:"):
         return generate(trace.removeprefix("gen:"), num_requests or 200)
     return read_trace(Path(trace))[:num_requests]
@@ -1157,15 +1168,17 @@ def simulate(
     Capacities and policies may be lists: --capacity 256K,1M --publish finish,step
     --eviction lru,lfu tries all combinations. A trace has lines of ours or of Mooncake
     (pages are then its blocks of 512 tokens). Generated traffic: gen:bursts-0,
-    gen:system-prompt-0, gen:agents-0, gen:tree-of-thought-0, gen:mixed-0, gen:cycle-0;
-    the number is the seed.
+    gen:system-prompt-0, gen:agents-0, gen:tree-of-thought-0, gen:mixed-0, gen:cycle-0,
+    gen:short-0; the number is the seed.
     """
     for place in (write, svg):
         check_file(place)
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
     traffic = load_traffic(trace, requests)
-    page = options["page_size"] = options["page_size"] or page_of(traffic)
+    if options["page_size"] is None:
+        options["page_size"] = page_of(traffic)
     engines = combinations(options)
+    page = engines[0].page_size
     if any(0 < size < page for size in sizes):
         raise ValueError(f"a capacity of {min(filter(None, sizes))} tokens is no page")
     if write:

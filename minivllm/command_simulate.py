@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (d190184f): edit the chapter.
+# Exported from chapters/16_traffic.py (fed61da5): edit the chapter.
 """`minivllm simulate`, what each policy would do for a trace; and `bench calibrate`."""
 
 import json
@@ -54,6 +54,8 @@ def size_name(tokens: int) -> str:
 
 def load_traffic(trace: str, num_requests: int | None) -> list[TraceRequest]:
     """The requests of a file, or of a generator named `gen:…`."""
+    if num_requests is not None and num_requests < 1:
+        raise ValueError(f"--requests must be at least 1, not {num_requests}")
     if trace.startswith("gen:"):
         return generate(trace.removeprefix("gen:"), num_requests or 200)
     return read_trace(Path(trace))[:num_requests]
@@ -223,15 +225,17 @@ def simulate(
     Capacities and policies may be lists: --capacity 256K,1M --publish finish,step
     --eviction lru,lfu tries all combinations. A trace has lines of ours or of Mooncake
     (pages are then its blocks of 512 tokens). Generated traffic: gen:bursts-0,
-    gen:system-prompt-0, gen:agents-0, gen:tree-of-thought-0, gen:mixed-0, gen:cycle-0;
-    the number is the seed.
+    gen:system-prompt-0, gen:agents-0, gen:tree-of-thought-0, gen:mixed-0, gen:cycle-0,
+    gen:short-0; the number is the seed.
     """
     for place in (write, svg):
         check_file(place)
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
     traffic = load_traffic(trace, requests)
-    page = options["page_size"] = options["page_size"] or page_of(traffic)
+    if options["page_size"] is None:
+        options["page_size"] = page_of(traffic)
     engines = combinations(options)
+    page = engines[0].page_size
     if any(0 < size < page for size in sizes):
         raise ValueError(f"a capacity of {min(filter(None, sizes))} tokens is no page")
     if write:

@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (6ce03ec7): edit the chapter.
+# Exported from chapters/16_traffic.py (90dd536e): edit the chapter.
 """What a cache of each size would have found, and what an engine would have done."""
 
 from __future__ import annotations
@@ -218,8 +218,10 @@ class Replay:
             options, self.num_pages, runner, limits, clock=self.clock, streams=False
         )
         self._followers: dict[str | None, list[TraceRequest]] = {}
+        names = {request.name for request in requests}
         for request in requests:
-            self._followers.setdefault(request.after, []).append(request)
+            after = request.after if request.after in names else None
+            self._followers.setdefault(after, []).append(request)
         self._served: dict[str, Served] = {}
 
     def _pages(self, request: TraceRequest) -> int:

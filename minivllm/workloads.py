@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (f65be793): edit the chapter.
+# Exported from chapters/16_traffic.py (cbe8aebb): edit the chapter.
 """Traffic to replay: requests from trace files, and generated ones."""
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def check_order(requests: Sequence[TraceRequest]) -> Iterator[tuple[int, str]]:
             yield i, f"the id {request.name!r} is taken"
         places[request.name] = i
     ends = [False] * len(requests)  # whether a chain of `after` is known to end
-    for i, request in enumerate(requests):
+    for i in range(len(requests)):
         chain: dict[int, None] = {}
         place = i
         while not ends[place] and (after := requests[place].after) is not None:
@@ -103,7 +103,7 @@ def check_order(requests: Sequence[TraceRequest]) -> Iterator[tuple[int, str]]:
                 yield place, f"after {after!r}: no request has this id"
                 return
             if (place := places[after]) in chain:
-                yield place, f"{request.name!r} waits for itself, by way of `after`"
+                yield place, f"{after!r} waits for itself, by way of `after`"
                 return
         for seen in (*chain, place):
             ends[seen] = True
@@ -290,6 +290,14 @@ def cycle(rng: Random) -> Stream:
         yield make(i, 1000.0 * i, documents[i % 12] + tokens(rng, 16), 16)
 
 
+def short(rng: Random) -> Stream:
+    """Prompts of 49 to 79 tokens with one of twenty beginnings, a hundred a second."""
+    heads = [tokens(rng, 48) for _ in range(20)]
+    for i in count():
+        prompt = rng.choice(heads) + tokens(rng, rng.randint(1, 31))
+        yield make(i, 10.0 * i, prompt, rng.randint(1, 16))
+
+
 GENERATORS: dict[str, Callable[[Random], Stream]] = {
     "bursts": bursts,
     "system-prompt": system_prompt,
@@ -297,6 +305,7 @@ GENERATORS: dict[str, Callable[[Random], Stream]] = {
     "tree-of-thought": tree_of_thought,
     "mixed": mixed,
     "cycle": cycle,
+    "short": short,
 }
 
 
@@ -310,6 +319,4 @@ def generate(name: str, num_requests: int) -> list[TraceRequest]:
     if kind not in GENERATORS or not seed.isdecimal():
         offered = ", ".join(f"{known}-SEED" for known in GENERATORS)
         raise ValueError(f"no generator {name!r}: one of {offered}")
-    if num_requests < 1:
-        raise ValueError(f"at least 1 request, not {num_requests}")
     return list(islice(GENERATORS[kind](Random(name)), num_requests))
