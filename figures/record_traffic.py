@@ -9,6 +9,7 @@ FAST25-release/traces, Apache-2.0). Half an hour; everything but `cpu_s` and
 
 import json
 import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from minivllm.workloads import TraceRequest, generate, read_trace
 RECORD = Path(__file__).resolve().parent / "measured" / "traffic.json"
 COST = "70b-8xh100"
 CAPACITIES = [*(2**i for i in range(14, 26)), 0]
+NUMBERS = (125_000, 250_000, 500_000, 1_000_000)  # short requests
 VARIANTS: list[tuple[int, dict[str, Any]]] = [
     *((capacity, {}) for capacity in (2**20, 2**22, 2**24, 0)),
     (2**22, {"index": "none"}),
@@ -45,16 +47,33 @@ def replay(
     told = summary(run.run(), run.engine.stats()) | {"totals": run.engine.stats()}
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
     taken = {"cpu_s": time.process_time() - start_s, "peak_mb": peak_mb}
-    print(capacity, options, told["hit_rate"], told["ttft_s"], taken, flush=True)
     return {"capacity": capacity, "options": options} | told | taken
 
 
-def main(path: Path) -> None:
-    """Run everything and write the record."""
+def run_job(path: Path, job: int) -> dict[str, Any]:
+    """The numbers of one job, in this process."""
+    if job < len(NUMBERS):
+        traffic = generate("short-1", NUMBERS[job])
+        return {"requests": NUMBERS[job]} | replay(traffic, 128 * 1024, 16)
+    capacity, options = VARIANTS[job - len(NUMBERS)]
+    return replay(read_trace(path), capacity, 512, **options)
+
+
+def start(path: Path, job: int) -> dict[str, Any]:
+    """The same in a process of its own, for the sake of its peak memory."""
+    command = [sys.executable, __file__, str(path), str(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    print(done.stdout, flush=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def write(path: Path, found: list[dict[str, Any]]) -> None:
+    """The record: facts of the trace, its reuse curve, and all jobs."""
     trace = read_trace(path)
     start_s = time.process_time()
     rates = reuse_curve(trace, CAPACITIES, 512)
-    facts: dict[str, Any] = {
+    facts = {
         "schema_version": 1,
         "trace": path.name,
         "requests": len(trace),
@@ -62,21 +81,19 @@ def main(path: Path) -> None:
         "blocks": sum(len(request.ids) for request in trace),
         "seconds": trace[-1].time_ms / 1000,
         "cost": COST,
-        "curve": list(zip(CAPACITIES, rates, strict=True)),
         "curve_cpu_s": time.process_time() - start_s,
-        "million": [],
+        "curve": list(zip(CAPACITIES, rates, strict=True)),
+        "million": found[: len(NUMBERS)],
+        "replays": found[len(NUMBERS) :],
     }
-    print(facts["curve"], facts["curve_cpu_s"], flush=True)
-    for number in (125_000, 250_000, 500_000, 1_000_000):
-        traffic = generate("short-1", number)
-        found = replay(traffic, 128 * 1024, 16)
-        facts["million"].append({"requests": number} | found)
-        del traffic
-    facts["replays"] = [replay(trace, c, 512, **options) for c, options in VARIANTS]
-    command = f"python figures/record_traffic.py {path.name}"
-    record = make_record(command, [], **facts)
+    record = make_record(f"python figures/record_traffic.py {path.name}", [], **facts)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    where = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        print(json.dumps(run_job(where, int(sys.argv[2]))))
+    else:
+        jobs = range(len(NUMBERS) + len(VARIANTS))
+        write(where, [start(where, job) for job in jobs])
