@@ -12,12 +12,14 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from minivllm.bench import make_record
 from minivllm.options import read_options
-from minivllm.replay import Replay, reuse_curve, summary
+from minivllm.replay import Replay, Served, reuse_curve, summary
 from minivllm.roofline import COSTS
 from minivllm.workloads import TraceRequest, generate, read_trace
 
@@ -44,10 +46,24 @@ def replay(
     start_s = time.process_time()
     chosen = read_options({"page_size": page_size} | options)
     run = Replay(requests, chosen, capacity, COSTS[COST])
-    told = summary(run.run(), run.engine.stats()) | {"totals": run.engine.stats()}
+    served, totals = run.run(), run.engine.stats()
+    told = summary(served, totals) | {"totals": totals}
+    told["slowest"] = slowest(requests, served)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
     taken = {"cpu_s": time.process_time() - start_s, "peak_mb": peak_mb}
     return {"capacity": capacity, "options": options} | told | taken
+
+
+def slowest(requests: list[TraceRequest], served: list[Served]) -> dict[str, float]:
+    """The hundredth that waits longest: how long its prompts are, and when it came."""
+    pairs = sorted(zip(served, requests, strict=True), key=lambda p: p[0].ttft_s or 0.0)
+    slow = [request for _, request in pairs[-(len(pairs) // 100) :]]
+    minutes = Counter(request.time_ms // 60_000 for request in slow)
+    return {
+        "requests": len(slow),
+        "median_prompt": median(request.num_tokens for request in slow),
+        "in_two_minutes": sum(n for _, n in minutes.most_common(2)),
+    }
 
 
 def run_job(path: Path, job: int) -> dict[str, Any]:
@@ -68,6 +84,19 @@ def start(path: Path, job: int) -> dict[str, Any]:
     return found
 
 
+def most(trace: list[TraceRequest]) -> dict[str, int]:
+    """What a cache that never forgets finds of the whole trace."""
+    seen: set[int] = set()
+    found = {"hit_blocks": 0, "hit_tokens": 0}
+    for request in trace:
+        ids, size = request.ids, len(request.ids)
+        known = next((i for i, name in enumerate(ids) if name not in seen), size)
+        found["hit_blocks"] += known
+        found["hit_tokens"] += min(512 * known, request.num_tokens - 1)
+        seen.update(ids)
+    return found
+
+
 def write(path: Path, found: list[dict[str, Any]]) -> None:
     """The record: facts of the trace, its reuse curve, and all jobs."""
     trace = read_trace(path)
@@ -79,6 +108,7 @@ def write(path: Path, found: list[dict[str, Any]]) -> None:
         "requests": len(trace),
         "prompt_tokens": sum(request.num_tokens for request in trace),
         "blocks": sum(len(request.ids) for request in trace),
+        **most(trace),
         "seconds": trace[-1].time_ms / 1000,
         "cost": COST,
         "curve_cpu_s": time.process_time() - start_s,

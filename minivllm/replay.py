@@ -1,7 +1,5 @@
-# Exported from chapters/16_traffic.py (90dd536e): edit the chapter.
+# Exported from chapters/16_traffic.py (088b9ee8): edit the chapter.
 """What a cache of each size would have found, and what an engine would have done."""
-
-from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
@@ -93,7 +91,58 @@ def reuse_curve(
     return [tokens / total for tokens in found]
 
 
-def answers_in(requests: Sequence[TraceRequest]) -> dict[str, array[int]]:
+STATES = ("pinned", "private", "published", "lost", "announced", "computed", "free")
+Curve = tuple[str, Sequence[float]]  # a label, and a value for each place on the axis
+
+
+def draw_curves(
+    axis: Sequence[str],
+    panels: Sequence[tuple[str, Sequence[Curve]]],
+    caption: str = "",
+) -> Picture:
+    """Panels side by side over one axis; each is scaled to its largest value."""
+    picture, left = Picture(caption), 60.0
+    for title, curves in panels:
+        width, height = max(220.0, 48.0 * len(axis)), 200.0
+        most = max((v for _, values in curves for v in values), default=0.0) or 1.0
+        picture.text(left, 14, title, "start")
+        _draw_frame(picture, left, width, height, axis, most)
+        for i, (label, values) in enumerate(curves):
+            state = STATES[i % len(STATES)]
+            step = width / max(1, len(axis) - 1)
+            points = [
+                (left + j * step, 30 + height * (1 - v / most))
+                for j, v in enumerate(values)
+            ]
+            for (x1, y1), (x2, y2) in pairwise(points):
+                picture.line(x1, y1, x2, y2)
+            for x, y in points:
+                picture.box(x - 4, y - 4, 8, 8, state)
+            picture.box(left, height + 62 + 20 * i, 10, 10, state)
+            picture.text(left + 16, height + 71 + 20 * i, label, "start")
+        left += width + 110
+    return picture
+
+
+def _draw_frame(
+    picture: Picture,
+    left: float,
+    width: float,
+    height: float,
+    axis: Sequence[str],
+    most: float,
+) -> None:
+    picture.line(left, 30 + height, left + width, 30 + height)
+    picture.line(left, 30, left, 30 + height)
+    for share in (0.0, 0.5, 1.0):
+        y = 30 + height * (1 - share)
+        picture.text(left - 6, y + 4, f"{share * most:.3g}", "end")
+    for j, name in enumerate(axis):
+        x = left + j * width / max(1, len(axis) - 1)
+        picture.text(x, 48 + height, name)
+
+
+def answers_in(requests: Sequence[TraceRequest]) -> "dict[str, array[int]]":
     """What a request was answered, where a later prompt goes on with it."""
     by_name = {request.name: request for request in requests}
     answers: dict[str, array[int]] = {}
@@ -145,7 +194,7 @@ def request_of(arrival: Arrival) -> TraceRequest:
     return cast(TraceRequest, cast(Coming, arrival).request)
 
 
-LARGE = 2**31 - 1  # a vocabulary and a context without bounds
+LARGE = 2**31  # a vocabulary and a context without bounds
 MAKE_PARAMS = lru_cache(maxsize=None)(partial(SamplingParams, temperature=0))
 
 
@@ -171,7 +220,9 @@ def what_became(name: str, output: RequestOutput) -> Served:
 class TraceArrivals(Arrivals):
     """Requests of a trace on their way; tokens are made, and told, when they come."""
 
-    def __init__(self, runner: TraceRunner, answers: Mapping[str, array[int]]) -> None:
+    def __init__(
+        self, runner: TraceRunner, answers: "Mapping[str, array[int]]"
+    ) -> None:
         super().__init__()
         self.runner = runner
         self.answers = answers
@@ -272,54 +323,3 @@ def summary(served: Sequence[Served], stats: Mapping[str, int]) -> dict[str, Any
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
         told[name] = {p: percentile(values, q) for p, q in shares.items() if values}
     return told
-
-
-STATES = ("pinned", "private", "published", "lost", "announced", "computed", "free")
-Curve = tuple[str, Sequence[float]]  # a label, and a value for each place on the axis
-
-
-def draw_curves(
-    axis: Sequence[str],
-    panels: Sequence[tuple[str, Sequence[Curve]]],
-    caption: str = "",
-) -> Picture:
-    """Panels side by side over one axis; each is scaled to its largest value."""
-    picture, left = Picture(caption), 60.0
-    for title, curves in panels:
-        width, height = max(220.0, 48.0 * len(axis)), 200.0
-        most = max((v for _, values in curves for v in values), default=0.0) or 1.0
-        picture.text(left, 14, title, "start")
-        _draw_frame(picture, left, width, height, axis, most)
-        for i, (label, values) in enumerate(curves):
-            state = STATES[i % len(STATES)]
-            step = width / max(1, len(axis) - 1)
-            points = [
-                (left + j * step, 30 + height * (1 - v / most))
-                for j, v in enumerate(values)
-            ]
-            for (x1, y1), (x2, y2) in pairwise(points):
-                picture.line(x1, y1, x2, y2)
-            for x, y in points:
-                picture.box(x - 4, y - 4, 8, 8, state)
-            picture.box(left, height + 62 + 20 * i, 10, 10, state)
-            picture.text(left + 16, height + 71 + 20 * i, label, "start")
-        left += width + 110
-    return picture
-
-
-def _draw_frame(
-    picture: Picture,
-    left: float,
-    width: float,
-    height: float,
-    axis: Sequence[str],
-    most: float,
-) -> None:
-    picture.line(left, 30 + height, left + width, 30 + height)
-    picture.line(left, 30, left, 30 + height)
-    for share in (0.0, 0.5, 1.0):
-        y = 30 + height * (1 - share)
-        picture.text(left - 6, y + 4, f"{share * most:.3g}", "end")
-    for j, name in enumerate(axis):
-        x = left + j * width / max(1, len(axis) - 1)
-        picture.text(x, 48 + height, name)

@@ -1,7 +1,5 @@
-# Exported from chapters/16_traffic.py (cbc8d256): edit the chapter.
+# Exported from chapters/16_traffic.py (d95dc85d): edit the chapter.
 """What a step costs, from what it moves and what it multiplies."""
-
-from __future__ import annotations
 
 import json
 from collections.abc import Sequence
@@ -222,7 +220,7 @@ def chunks_of(shape: Shape, page_size: int) -> list[Chunk]:
 
 
 def measure_steps(
-    llm: LLM, shapes: Sequence[Shape], repeats: int, page_size: int = 16
+    llm: "LLM", shapes: Sequence[Shape], repeats: int, page_size: int = 16
 ) -> list[tuple[Load, list[float]]]:
     """The seconds of a step of each shape, `repeats` times in turn, after a warm-up."""
     from minivllm.runner import ModelRunner  # torch begins here
@@ -254,7 +252,7 @@ class StepRow:
     error: float
 
 
-def calibrate_llm(llm: LLM, repeats: int) -> tuple[Roofline, list[StepRow]]:
+def calibrate_llm(llm: "LLM", repeats: int) -> tuple[Roofline, list[StepRow]]:
     """Measure steps, fit the roofline to some of them; rows for all."""
     fit, held = shapes_to_fit(), shapes_held_out()
     measured = measure_steps(llm, [*fit, *held], repeats)

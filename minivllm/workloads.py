@@ -1,7 +1,5 @@
-# Exported from chapters/16_traffic.py (cbe8aebb): edit the chapter.
+# Exported from chapters/16_traffic.py (6e6e5275): edit the chapter.
 """Traffic to replay: requests from trace files, and generated ones."""
-
-from __future__ import annotations
 
 import json
 import sys
@@ -29,7 +27,7 @@ class TraceRequest:
 
     name: str
     time_ms: float
-    ids: array[int]
+    ids: "array[int]"
     num_tokens: int
     output_length: int
     block: int = 1
@@ -37,7 +35,7 @@ class TraceRequest:
     extra_key: ExtraKey = None
     priority: int = 0
 
-    def token_ids(self) -> array[int]:
+    def token_ids(self) -> "array[int]":
         """The prompt. A block of which only the name is known repeats the name."""
         if self.block == 1:
             return self.ids
@@ -167,7 +165,7 @@ class LineReader:
             raise ValueError(f"timestamp must be milliseconds >= 0, not {value!r}")
         return float(value)
 
-    def _prompt(self, line: Mapping[str, Any]) -> tuple[array[int], int, int]:
+    def _prompt(self, line: Mapping[str, Any]) -> "tuple[array[int], int, int]":
         """The ids of a prompt, its length in tokens, and how many an id stands for."""
         if "hash_ids" in line:
             return self._named_blocks(line)
@@ -181,7 +179,7 @@ class LineReader:
             raise ValueError("prompt_token_ids must be whole numbers >= 0")
         return encoded, len(ids), 1
 
-    def _named_blocks(self, line: Mapping[str, Any]) -> tuple[array[int], int, int]:
+    def _named_blocks(self, line: Mapping[str, Any]) -> "tuple[array[int], int, int]":
         names, size = line["hash_ids"], take_int(line, "input_length", 1)
         if not isinstance(names, list) or any(type(n) is not int for n in names):
             raise ValueError("hash_ids must be a list of whole numbers")
@@ -214,16 +212,28 @@ Stream = Iterator[TraceRequest]
 VOCAB = 50_000  # of generated token ids
 
 
-def tokens(rng: Random, num_tokens: int) -> array[int]:
+def tokens(rng: Random, num_tokens: int) -> "array[int]":
     """Random token ids."""
     return array("i", (rng.randrange(VOCAB) for _ in range(num_tokens)))
 
 
 def make(
-    name: object, ms: float, ids: array[int], output: int, **more: Any
+    name: object, ms: float, ids: "array[int]", output: int, **more: Any
 ) -> TraceRequest:
     """A request with token ids."""
     return TraceRequest(str(name), round(ms, 3), ids, len(ids), output, **more)
+
+
+def agents(rng: Random) -> Stream:
+    """Agents of eight turns: each repeats all before it and brings a tool's result."""
+    tools = tokens(rng, 768)
+    for agent in count():
+        history, before = tools + tokens(rng, 64), None
+        for turn in range(8):
+            history = history + tokens(rng, rng.randint(50, 300))
+            name, length = f"{agent}.{turn}", rng.randint(20, 80)
+            yield make(name, 2000.0 * agent, history, length, after=before)
+            history, before = history + tokens(rng, length), name
 
 
 def bursts(rng: Random) -> Stream:
@@ -241,18 +251,6 @@ def system_prompt(rng: Random) -> Stream:
         now += rng.expovariate(1 / 500)
         own = tokens(rng, rng.randint(16, 256))
         yield make(i, now, shared + own, rng.randint(16, 128))
-
-
-def agents(rng: Random) -> Stream:
-    """Agents of eight turns: each repeats all before it and brings a tool's result."""
-    tools = tokens(rng, 768)
-    for agent in count():
-        history, before = tools + tokens(rng, 64), None
-        for turn in range(8):
-            history = history + tokens(rng, rng.randint(50, 300))
-            name, length = f"{agent}.{turn}", rng.randint(20, 80)
-            yield make(name, 2000.0 * agent, history, length, after=before)
-            history, before = history + tokens(rng, length), name
 
 
 def tree_of_thought(rng: Random) -> Stream:
