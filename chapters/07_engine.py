@@ -1241,6 +1241,10 @@ for ids, max_tokens in (([], 1), ([1, 50_000], 1), ([1] * 96, 34)):
 #
 # Schedule, run, commit, publish. Everything else in this book hangs on one of these four
 # calls. (`_change` is a mark around whatever changes state; we come to it.)
+#
+# An output has all tokens so far, so one for each token costs the square of an answer's length. Who
+# reads along wants that. Who does not (the simulations of [chapter 16](16_traffic.md)) says
+# `streams=False`, and is told of a request once, at its end.
 
 
 # %% export="engine.py"

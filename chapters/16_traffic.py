@@ -28,7 +28,7 @@ for thousands in (16, 64, 256, 1024, 4096, 16384, 0):
 # traffic: to how much else is asked between two uses of the same prefix. The cache's memory only
 # says up to which distance it remembers. In this hour there is next to nothing between a distance
 # of 16K and of 1M tokens, and most of what there is lies beyond. Eight H100 that hold a model
-# with 70 billion parameters have room for some 1.5M tokens of K/V. That is the flat part.
+# with 70 billion parameters have room for some [1.5M](#sheet) tokens of K/V. That is just beyond the flat part.
 #
 # You have other traffic, and another flat part. This chapter reads a log like that, measures the
 # distances in it, and then sends it through the whole engine on chapter 8's clock, to see what a
@@ -658,7 +658,7 @@ draw_curves(
         )
     ],
     "One hour of a public service, the second half counted: memory doubles with each step to the "
-    "right. Six doublings change nothing, then each brings more than the one before it.",
+    "right. The first five change nothing, the next six bring nearly all that there is to find.",
 )
 
 # %% [markdown]
@@ -857,6 +857,8 @@ for words, load in {
         f"{words:29} moves {1000 * big.moving_s(load):4.1f} ms, "
         f"multiplies {1000 * big.computing_s(load):4.1f} ms"
     )
+room = (8 * 80e9 - 2 * 70.6e9) / 327_680
+print(f"beside the weights, in 8 times 80 GB: K/V of {room / 1e6:.1f}M tokens")
 
 # %% [markdown]
 # Or they come from the machine at hand. `minivllm bench calibrate` times single steps, prompts and decodes of
@@ -999,7 +1001,11 @@ class StepRow:
 
 def calibrate_llm(llm: "LLM", repeats: int) -> tuple[Roofline, list[StepRow]]:
     """Measure steps, fit the roofline to some of them; rows for all."""
-    fit, held = shapes_to_fit(), shapes_held_out()
+    context = llm.engine.limits.max_context
+    fit, held = (
+        [shape for shape in shapes if all(sum(chunk) < context for chunk in shape)]
+        for shapes in (shapes_to_fit(), shapes_held_out())
+    )
     measured = measure_steps(llm, [*fit, *held], repeats)
     steps = [(load, median(times)) for load, times in measured]
     cost = fit_roofline(steps[: len(fit)])
@@ -1055,6 +1061,7 @@ for row in step_rows:
         bars.append(("the model", [(0, model, "decoded", "")]))
 draw_rows(
     bars,
+    unit=800,
     caption="Measured steps that the fit has not seen (dark), and what it says of them (light).",
 )
 
@@ -1595,13 +1602,13 @@ def panels_of(outcomes: list[Outcome]) -> Panels:
 @with_options(LEFT_OUT, page_size=None)
 def simulate(
     trace: Annotated[
-        str, typer.Argument(help="A JSONL file, or gen:NAME-SEED; see below.")
+        str, typer.Argument(help="A JSONL file, or gen:NAME-SEED, see above.")
     ],
     capacity: Annotated[
         str, typer.Option(help="Tokens of K/V memory, a list; 0: as many as needed.")
     ] = "0",
     cost: Annotated[
-        str, typer.Option(help="A file of bench calibrate, or a built-in machine.")
+        str, typer.Option(help="A file of bench calibrate, 70b-8xh100 or 8b-h100.")
     ] = "70b-8xh100",
     cache_only: Annotated[
         bool, typer.Option("--cache-only", help="No clock: the reuse curve of LRU.")

@@ -2,9 +2,9 @@
 
     python figures/record_traffic.py TRACE    writes figures/measured/traffic.json
 
-TRACE is `mooncake_conversation_trace.jsonl` (https://github.com/kvcache-ai/Mooncake,
-FAST25-release/traces, Apache-2.0). Half an hour; everything but `cpu_s` and
-`peak_mb` is the same on every machine.
+TRACE is FAST25-release/traces/conversation_trace.jsonl of the Mooncake project
+(https://github.com/kvcache-ai/Mooncake, Apache-2.0). A quarter of an hour; everything
+but `cpu_s` and `peak_mb` is the same on every machine.
 """
 
 import json
@@ -26,16 +26,13 @@ from minivllm.workloads import TraceRequest, generate, read_trace
 RECORD = Path(__file__).resolve().parent / "measured" / "traffic.json"
 COST = "70b-8xh100"
 CAPACITIES = [*(2**i for i in range(14, 26)), 0]
-NUMBERS = (125_000, 250_000, 500_000, 1_000_000)  # short requests
+NUMBERS = (125_000, 250_000, 1_000_000)  # short requests
 VARIANTS: list[tuple[int, dict[str, Any]]] = [
     *((capacity, {}) for capacity in (2**20, 2**22, 2**24, 0)),
     (2**22, {"index": "none"}),
     (2**22, {"publish": "finish", "single_flight": "none"}),
-    (2**22, {"publish": "schedule"}),
-    (2**22, {"eviction": "fifo"}),
     (2**22, {"eviction": "lfu"}),
     (2**22, {"grouping": "longest-prefix"}),
-    (2**22, {"grouping": "shared-prefix", "publish": "schedule"}),
 ]
 
 

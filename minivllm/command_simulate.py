@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (fed61da5): edit the chapter.
+# Exported from chapters/16_traffic.py (e07a921f): edit the chapter.
 """`minivllm simulate`, what each policy would do for a trace; and `bench calibrate`."""
 
 import json
@@ -194,13 +194,13 @@ def panels_of(outcomes: list[Outcome]) -> Panels:
 @with_options(LEFT_OUT, page_size=None)
 def simulate(
     trace: Annotated[
-        str, typer.Argument(help="A JSONL file, or gen:NAME-SEED; see below.")
+        str, typer.Argument(help="A JSONL file, or gen:NAME-SEED, see above.")
     ],
     capacity: Annotated[
         str, typer.Option(help="Tokens of K/V memory, a list; 0: as many as needed.")
     ] = "0",
     cost: Annotated[
-        str, typer.Option(help="A file of bench calibrate, or a built-in machine.")
+        str, typer.Option(help="A file of bench calibrate, 70b-8xh100 or 8b-h100.")
     ] = "70b-8xh100",
     cache_only: Annotated[
         bool, typer.Option("--cache-only", help="No clock: the reuse curve of LRU.")

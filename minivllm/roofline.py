@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (d95dc85d): edit the chapter.
+# Exported from chapters/16_traffic.py (51a731b1): edit the chapter.
 """What a step costs, from what it moves and what it multiplies."""
 
 import json
@@ -254,7 +254,11 @@ class StepRow:
 
 def calibrate_llm(llm: "LLM", repeats: int) -> tuple[Roofline, list[StepRow]]:
     """Measure steps, fit the roofline to some of them; rows for all."""
-    fit, held = shapes_to_fit(), shapes_held_out()
+    context = llm.engine.limits.max_context
+    fit, held = (
+        [shape for shape in shapes if all(sum(chunk) < context for chunk in shape)]
+        for shapes in (shapes_to_fit(), shapes_held_out())
+    )
     measured = measure_steps(llm, [*fit, *held], repeats)
     steps = [(load, median(times)) for load, times in measured]
     cost = fit_roofline(steps[: len(fit)])
