@@ -28,6 +28,47 @@ print(
 # A wrong answer to the first need not raise an error. It may produce a model that talks
 # slightly worse, and you will see one.
 #
+# Before that, a tool. A long load should not look like a dead one. On a terminal, whatever takes
+# more than a second draws a bar on the error stream; into a file or a notebook, nothing.
+
+# %% export="progress.py"
+"""A bar on a terminal, for what takes long. Needs no torch."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PATIENCE_S = 1.0  # what is done by then needs no bar
+
+
+@contextmanager
+def progress_bar(
+    title: str, total: int, wanted: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """A function that is told how much more is done; it draws on a terminal only."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda amount: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(file=sys.stderr), transient=True)
+    task, began = bar.add_task(title, total=total), time.monotonic()
+
+    def advance(amount: int) -> None:
+        bar.advance(task, amount)
+        if not bar.live.is_started and time.monotonic() - began > PATIENCE_S:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+# %% [markdown]
 # ## Finding a model
 #
 # A name can mean three things: the book's default model `smollm2`, which was installed as
@@ -473,44 +514,6 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         qk_norm=file.family == "qwen3",
         eos_token_ids=frozenset(i for i in eos if i is not None),
     )
-
-
-# %% [markdown]
-# A long load should not look like a dead one. On a terminal, whatever takes more than a second
-# draws a bar on the error stream; into a file or a notebook, nothing.
-
-# %% export="loader.py"
-import sys
-import time
-from collections.abc import Callable
-
-PATIENCE_S = 1.0  # what is done by then needs no bar
-
-
-@contextmanager
-def progress_bar(
-    title: str, total: int, wanted: bool = True
-) -> Iterator[Callable[[int], None]]:
-    """A function that is told how much more is done; it draws on a terminal only."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda amount: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(console=Console(file=sys.stderr), transient=True)
-    task, began = bar.add_task(title, total=total), time.monotonic()
-
-    def advance(amount: int) -> None:
-        bar.advance(task, amount)
-        if not bar.live.is_started and time.monotonic() - began > PATIENCE_S:
-            bar.start()
-
-    try:
-        yield advance
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 # %% [markdown]

