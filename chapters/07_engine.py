@@ -1193,14 +1193,17 @@ class Engine(Engine):
         state, request = progress.state, progress.state.request
         request_id, ids = request.request_id, request.prompt_token_ids
         self._live[request_id] = progress
-        role = self._coordinator(progress).admit(request_id, ids, request.extra_key)
+        coordinator, leader = self._coordinator(progress), None
+        role = coordinator.admit(request_id, ids, request.extra_key)
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
-        elif leader := self.coordinator.leader_of(request_id):
+        elif leader := coordinator.leader_of(request_id):
             leading = self._live[leader].state  # all of _hasten would be quadratic
             self.scheduler.set_priority(leading, min(leading.priority, state.priority))
-        self.observer("submit", request_id=request_id, held=progress.held)
+        if self.observer is not ignore:
+            told = {"held": progress.held, "leader": leader, "num_prompt": len(ids)}
+            self.observer("submit", request_id=request_id, **told)
 
     def _coordinator(self, progress: Progress) -> Coordinator:
         """Who looks nothing up waits for nobody, and nobody waits for it."""
@@ -1238,7 +1241,8 @@ for ids, max_tokens in (([], 1), ([1, 50_000], 1), ([1] * 96, 34)):
 # ### The loop
 #
 # Schedule, run, commit, publish. Everything else in this book hangs on one of these four
-# calls. (`_change` is a mark around whatever changes state; we come to it.)
+# calls. (`_change` is a mark around whatever changes state; we come to it. The observer is told of
+# the end of a step, with the pages in each state.)
 
 
 # %% export="engine.py"
@@ -1259,6 +1263,8 @@ class Engine(Engine):
 
     def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
         """Their outputs, and those of all that ended untold; then these are told."""
+        if self.observer is not ignore:
+            self.observer("step", **self.scheduler.cache.stats())
         names = [p.name for p in advanced if p.name in self._requests]
         told = self._untold | {name: self._requests[name] for name in names}
         outputs = [self._output(family) for family in told.values()]
@@ -1386,16 +1392,18 @@ class Engine(Engine):
         request_id = progress.state.request.request_id
         coordinator = self._coordinator(progress)
         if progress.state.num_output == 1:
-            self._release(coordinator.prefilled(request_id))
+            self._release(coordinator.prefilled(request_id), request_id)
             self._hasten(request_id)
         if progress.finish_reason:
-            self._release(coordinator.finished(request_id))
+            self._release(coordinator.finished(request_id), request_id)
 
-    def _release(self, request_ids: Sequence[str]) -> None:
+    def _release(self, request_ids: Sequence[str], leader: str) -> None:
         """Let followers run: they queue at their place of arrival."""
         for request_id in request_ids:
             self._live[request_id].held = False
             self.scheduler.add(self._live[request_id].state)
+        if request_ids:
+            self.observer("release", request_ids=request_ids, leader=leader)
 
 
 # %% [markdown]
@@ -1426,13 +1434,15 @@ class Engine(Engine):
         coordinator = self._coordinator(progress)
         with self._change():
             progress.finish_reason = reason
-            if not progress.held:
+            if progress.held:
+                self.observer("finish", request_id=request_id, reason=reason)
+            else:
                 self.scheduler.finish(progress.state, reason)
             leader = coordinator.leader_of(request_id)
             heir, released = coordinator.aborted(request_id)
             if leads := heir or leader:  # by whom it is waited for has changed
                 self._hasten(leads)
-            self._release([*([heir] if heir else []), *released])
+            self._release([*([heir] if heir else []), *released], request_id)
             self._retire(progress)
         return progress
 
@@ -1518,6 +1528,8 @@ class Engine(Engine):
         self.coordinator.start_over()
         for progress in chain.from_iterable(self._requests.values()):
             progress.finish_reason = progress.finish_reason or "error"
+        for request_id in self._live:
+            self.observer("finish", request_id=request_id, reason="error")
         self._untold |= self._requests
         self._requests, self._live = {}, {}
         self._cut_short = False

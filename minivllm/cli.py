@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (0998208d): edit the chapter.
+# Exported from chapters/14_llm.py (02a9e13c): edit the chapter.
 """The command line: what all commands share, and `minivllm generate`."""
 
 import json
@@ -31,6 +31,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, no bars.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write what happened, and when, to this file (for Perfetto)."),
+]
 
 if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
     from minivllm.llm import LLM
@@ -120,13 +124,15 @@ def sampling_of(options: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{n: options[n] for n in SAMPLING if n in options})
 
 
-def open_llm(options: dict[str, Any], as_json: bool) -> "LLM":
+def open_llm(
+    options: dict[str, Any], as_json: bool, trace: Path | None = None
+) -> "LLM":
     """The model and the engine that a command's options describe."""
     chosen = {each.name: options[each.name] for each in fields(EngineOptions)}
     EngineOptions(**chosen)
     from minivllm.llm import LLM  # torch begins here
 
-    return LLM(options["model"], progress=not as_json, **chosen)
+    return LLM(options["model"], trace=trace, progress=not as_json, **chosen)
 
 
 @app.callback()
@@ -141,15 +147,16 @@ def generate(
         list[str], typer.Option(help="Text to continue; repeat for more.")
     ],
     as_json: AsJson = False,
+    trace: Trace = None,
     **options: Any,
 ) -> None:
     """Continue one or more prompts."""
     params = sampling_of(options)
-    with open_llm(options, as_json) as llm:
+    with open_llm(options, as_json, trace) as llm:
         outputs = llm.generate(prompt, params)
-    for output in outputs:
-        metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
-        show(asdict(output) | {"metrics": metrics}, as_json)
+        for output in outputs:
+            metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
+            show(asdict(output) | {"metrics": metrics}, as_json)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (6a6af9da): edit the chapter.
+# Exported from chapters/07_engine.py (7d5f0df2): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -313,14 +313,17 @@ class Engine:
         state, request = progress.state, progress.state.request
         request_id, ids = request.request_id, request.prompt_token_ids
         self._live[request_id] = progress
-        role = self._coordinator(progress).admit(request_id, ids, request.extra_key)
+        coordinator, leader = self._coordinator(progress), None
+        role = coordinator.admit(request_id, ids, request.extra_key)
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
-        elif leader := self.coordinator.leader_of(request_id):
+        elif leader := coordinator.leader_of(request_id):
             leading = self._live[leader].state  # all of _hasten would be quadratic
             self.scheduler.set_priority(leading, min(leading.priority, state.priority))
-        self.observer("submit", request_id=request_id, held=progress.held)
+        if self.observer is not ignore:
+            told = {"held": progress.held, "leader": leader, "num_prompt": len(ids)}
+            self.observer("submit", request_id=request_id, **told)
 
     def _coordinator(self, progress: Progress) -> Coordinator:
         """Who looks nothing up waits for nobody, and nobody waits for it."""
@@ -358,6 +361,8 @@ class Engine:
 
     def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
         """Their outputs, and those of all that ended untold; then these are told."""
+        if self.observer is not ignore:
+            self.observer("step", **self.scheduler.cache.stats())
         names = [p.name for p in advanced if p.name in self._requests]
         told = self._untold | {name: self._requests[name] for name in names}
         outputs = [self._output(family) for family in told.values()]
@@ -451,16 +456,18 @@ class Engine:
         request_id = progress.state.request.request_id
         coordinator = self._coordinator(progress)
         if progress.state.num_output == 1:
-            self._release(coordinator.prefilled(request_id))
+            self._release(coordinator.prefilled(request_id), request_id)
             self._hasten(request_id)
         if progress.finish_reason:
-            self._release(coordinator.finished(request_id))
+            self._release(coordinator.finished(request_id), request_id)
 
-    def _release(self, request_ids: Sequence[str]) -> None:
+    def _release(self, request_ids: Sequence[str], leader: str) -> None:
         """Let followers run: they queue at their place of arrival."""
         for request_id in request_ids:
             self._live[request_id].held = False
             self.scheduler.add(self._live[request_id].state)
+        if request_ids:
+            self.observer("release", request_ids=request_ids, leader=leader)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is unknown or has ended."""
@@ -480,13 +487,15 @@ class Engine:
         coordinator = self._coordinator(progress)
         with self._change():
             progress.finish_reason = reason
-            if not progress.held:
+            if progress.held:
+                self.observer("finish", request_id=request_id, reason=reason)
+            else:
                 self.scheduler.finish(progress.state, reason)
             leader = coordinator.leader_of(request_id)
             heir, released = coordinator.aborted(request_id)
             if leads := heir or leader:  # by whom it is waited for has changed
                 self._hasten(leads)
-            self._release([*([heir] if heir else []), *released])
+            self._release([*([heir] if heir else []), *released], request_id)
             self._retire(progress)
         return progress
 
@@ -537,6 +546,8 @@ class Engine:
         self.coordinator.start_over()
         for progress in chain.from_iterable(self._requests.values()):
             progress.finish_reason = progress.finish_reason or "error"
+        for request_id in self._live:
+            self.observer("finish", request_id=request_id, reason="error")
         self._untold |= self._requests
         self._requests, self._live = {}, {}
         self._cut_short = False

@@ -1,11 +1,12 @@
-# Exported from chapters/14_llm.py (4f60f8f9): edit the chapter.
+# Exported from chapters/14_llm.py (b4172552): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from html import escape
@@ -18,13 +19,14 @@ from tokenizers import Tokenizer
 
 from minivllm.chat import Message, as_conversations, load_template
 from minivllm.engine import Engine, Limits, NoText, Writer
-from minivllm.events import Observer, ignore
+from minivllm.events import Observer, both, ignore
 from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress_bar
 from minivllm.model import Decoder, ModelConfig
 from minivllm.options import EngineOptions, assemble, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import ModelRunner
 from minivllm.sampling import Sampler
+from minivllm.timeline import Timeline, check_trace_place
 from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
 
 
@@ -77,7 +79,9 @@ class LLM:
 
     `model` is `smollm2`, a folder, a .gguf file or a hub id; options are those of
     `EngineOptions`, and vLLM's names for them. The observer is told of every transition
-    (see `EventLog`). `progress` False draws no bars. `ValueError` names a fault.
+    (see `EventLog`). `trace` names a file for a `Timeline`, written when the LLM is
+    closed, or when Python ends. `progress` False draws no bars. `ValueError` names a
+    fault.
     """
 
     def __init__(
@@ -85,10 +89,13 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         observer: Observer = ignore,
+        trace: str | Path | None = None,
         progress: bool = True,
         **options: Any,
     ) -> None:
         self.options = chosen = read_options(options)
+        if trace is not None:
+            check_trace_place(Path(trace))
         self.model, self.progress = model, progress
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
@@ -103,9 +110,18 @@ class LLM:
         )
         runner = self._runner(decoder, num_pages)
         limits = Limits(config.vocab_size, config.max_context, ends)
+        observer = both(observer, self._start_trace(trace))
         self._engine: Engine | None = assemble(
             chosen, num_pages, runner, limits, observer, writers=self._writer
         )
+
+    def _start_trace(self, trace: str | Path | None) -> Observer:
+        self._end_trace: Callable[[], object] = lambda: None
+        if trace is None:
+            return ignore
+        timeline = Timeline()
+        self._end_trace = weakref.finalize(self, timeline.write, Path(trace))
+        return timeline
 
     def _runner(self, decoder: Decoder, num_pages: int) -> ModelRunner:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
@@ -130,11 +146,12 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """End whatever runs, and free the weights and the K/V memory."""
+        """End whatever runs, free the weights and the K/V memory, write the trace."""
         self._end_all()
         self._engine = None
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no CUDA
+        self._end_trace()
 
     def __enter__(self) -> Self:
         return self
