@@ -343,7 +343,8 @@ draw_life(
 #
 # We want to see these moves, in tests and in pictures, without printing in the middle of an
 # engine. Whatever changes the state of a page calls an *observer* with what happened; later
-# the scheduler will do the same for requests. By default the observer does nothing.
+# the scheduler will do the same for requests. By default the observer does nothing. Who wants two
+# of them, a log and a picture for example, gets one that tells both.
 
 # %% export="events.py"
 """What happened, in order: the one way to look into a running engine."""
@@ -365,6 +366,18 @@ class Observer(Protocol):
 
 def ignore(kind: str, /, **details: object) -> None:
     """The observer that does nothing."""
+
+
+def both(one: Observer, other: Observer) -> Observer:
+    """An observer that tells two, and the other one itself where one is `ignore`."""
+    if ignore in (one, other):
+        return other if one is ignore else one
+
+    def tell(kind: str, /, **details: object) -> None:
+        one(kind, **details)
+        other(kind, **details)
+
+    return tell
 
 
 @dataclass(slots=True)

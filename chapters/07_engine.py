@@ -1202,14 +1202,17 @@ class Engine(Engine):
         state, request = progress.state, progress.state.request
         request_id, ids = request.request_id, request.prompt_token_ids
         self._live[request_id] = progress
-        role = self._coordinator(progress).admit(request_id, ids, request.extra_key)
+        coordinator, leader = self._coordinator(progress), None
+        role = coordinator.admit(request_id, ids, request.extra_key)
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
-        elif leader := self.coordinator.leader_of(request_id):
+        elif leader := coordinator.leader_of(request_id):
             leading = self._live[leader].state  # all of _hasten would be quadratic
             self.scheduler.set_priority(leading, min(leading.priority, state.priority))
-        self.observer("submit", request_id=request_id, held=progress.held)
+        if self.observer is not ignore:
+            told = {"held": progress.held, "leader": leader, "num_prompt": len(ids)}
+            self.observer("submit", request_id=request_id, **told)
 
     def _coordinator(self, progress: Progress) -> Coordinator:
         """Who looks nothing up waits for nobody, and nobody waits for it."""
@@ -1247,7 +1250,8 @@ for ids, max_tokens in (([], 1), ([1, 50_000], 1), ([1] * 96, 34)):
 # ### The loop
 #
 # Schedule, run, commit, publish. Everything else in this book hangs on one of these four
-# calls. (`_change` is a mark around whatever changes state; we come to it.)
+# calls. (`_change` is a mark around whatever changes state; we come to it. The observer is told of
+# the end of a step, with the pages in each state.)
 #
 # An output has all tokens so far, so one for each token costs the square of an answer's length. Who
 # reads along wants that. Who does not (the simulations of [chapter 16](16_traffic.md)) says
@@ -1272,6 +1276,8 @@ class Engine(Engine):
 
     def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
         """Their outputs, and those of all that ended untold; then these are told."""
+        if self.observer is not ignore:
+            self.observer("step", **self.scheduler.cache.stats())
         streamed = advanced if self.streams else ()
         names = [p.name for p in streamed if p.name in self._requests]
         told = self._untold | {name: self._requests[name] for name in names}
@@ -1410,7 +1416,8 @@ class Engine(Engine):
         for request_id in request_ids:
             self._live[request_id].held = False
             self.scheduler.add(self._live[request_id].state)
-            self.observer("release", request_id=request_id, leader=leader)
+        if request_ids:
+            self.observer("release", request_ids=request_ids, leader=leader)
 
 
 # %% [markdown]
@@ -1441,7 +1448,9 @@ class Engine(Engine):
         coordinator = self._coordinator(progress)
         with self._change():
             progress.finish_reason = reason
-            if not progress.held:
+            if progress.held:
+                self.observer("finish", request_id=request_id, reason=reason)
+            else:
                 self.scheduler.finish(progress.state, reason)
             leader = coordinator.leader_of(request_id)
             heir, released = coordinator.aborted(request_id)
@@ -1535,6 +1544,8 @@ class Engine(Engine):
         self.coordinator.start_over()
         for progress in chain.from_iterable(self._requests.values()):
             progress.finish_reason = progress.finish_reason or "error"
+        for request_id in self._live:
+            self.observer("finish", request_id=request_id, reason="error")
         self._untold |= self._requests
         self._requests, self._live = {}, {}
         self._cut_short = False

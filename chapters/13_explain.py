@@ -657,7 +657,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from minivllm.engine import Engine
-from minivllm.events import Observer, ignore
+from minivllm.events import both
 from minivllm.hashing import extend_hashes
 from minivllm.prefix_cache import NoIndex
 from minivllm.single_flight import in_prompt
@@ -718,14 +718,17 @@ class Explainer:
 
 # %% export="explain.py"
 class Explainer(Explainer):
-    def _on_submit(
-        self, request_id: str, held: bool = False, leader: str | None = None
-    ) -> None:
+    def _on_submit(self, request_id: str, held: bool, **_: object) -> None:
         if not held:
-            queued = Queued(self.clock.now(), leader, self._refusals.copy())
-            self._queued[request_id] = queued
+            self._queue(request_id, None)
 
-    _on_release = _on_submit
+    def _on_release(self, request_ids: Sequence[str], leader: str) -> None:
+        for request_id in request_ids:
+            self._queue(request_id, leader)
+
+    def _queue(self, request_id: str, leader: str | None) -> None:
+        queued = Queued(self.clock.now(), leader, self._refusals.copy())
+        self._queued[request_id] = queued
 
     def _on_wait(self, request_id: str) -> None:
         if request_id in self._queued:
@@ -960,16 +963,6 @@ class Explainer(Explainer):
         if not isinstance(self.scheduler.cache.index, NoIndex):
             for owner in (engine, engine.scheduler, engine.scheduler.cache):
                 owner.observer = both(owner.observer, self)
-
-
-def both(one: Observer, other: Observer) -> Observer:
-    """An observer that tells two."""
-
-    def tell(kind: str, /, **details: object) -> None:
-        one(kind, **details)
-        other(kind, **details)
-
-    return other if one is ignore else tell
 
 
 def explain(

@@ -336,12 +336,12 @@ from itertools import product
 from minivllm.simulation import SerialPrefill, SimulatedRunner, VirtualClock
 
 
-def two_then_one(options: EngineOptions) -> tuple[list[list[int]], tuple[int, ...]]:
+def two_then_one(options: EngineOptions, clock=None, observer=ignore):
     """What an engine says to three identical prompts, and the tokens it reused."""
-    clock = VirtualClock()
+    clock = clock or VirtualClock()
     costs = SerialPrefill(chunk_s=0.01, token_s=0.001, decode_s=0.01, k=0.5)
     runner = SimulatedRunner(costs, clock, 1000, 128, 16)
-    engine = assemble(options, 128, runner, Limits(1000, 2048), clock=clock)
+    engine = assemble(options, 128, runner, Limits(1000, 2048), observer, clock=clock)
     done = []
     for together in (2, 1):
         for _ in range(together):
@@ -369,6 +369,478 @@ for cached, times in Counter(cached for _, cached in runs).most_common():
 # The other [324](#all) compute the prompt once. A policy that changed an answer would have shown
 # here as a second line of text; this is the cheapest test of the whole book, and the tests run
 # a larger one.
+
+# %% [markdown]
+# ## What did it do, and when?
+#
+# One answer, three ways to spend one's time. To see them one needs times, and the observer of
+# [chapter 4](04_pages.md) is told of every transition in order, without a clock. A *timeline* is an
+# observer that has one. It turns what it is told into marks: a *span* has a beginning and an end, an
+# instant only one moment, an arrow leads from one request to another.
+
+# %% export="timeline.py"
+"""What an engine did and when: for Perfetto, and as the rows of a picture."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from minivllm.drawing import CHAR, Cell
+from minivllm.engine import Clock, WallClock
+from minivllm.events import Observer, ignore
+
+STEPS, FLIGHTS = "steps", "flights"  # tracks beside those of the requests
+
+
+@dataclass(slots=True)
+class Mark:
+    """A span, an instant (it ends when it starts) or an arrow on a track, in seconds.
+
+    A track is `STEPS`, `FLIGHTS`, or a request's id.
+    """
+
+    track: str
+    name: str
+    start_s: float
+    end_s: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A live request: the phase it is in, what it computes, how far it has come."""
+
+    phase: Mark  # held, queued or running
+    num_prompt: int
+    work: Mark | None = None  # its chunk of this step, or all its decodes in a row
+    step: int = -1  # the last step in which it had one
+    high_water: int = 0
+
+
+# %% [markdown]
+# A request that has come is *held*, by a flight, or *queued*. Admitted, it is *running*, until it
+# is preempted and queues again. These phases follow each other without a gap, from arrival to
+# end. Inside of *running* lie the chunks. Decodes of consecutive steps make one span: a thousand
+# spans of one token would say no more. And since somebody may leave a timeline on, marks go to a
+# ring, which forgets the oldest. The file will say how many it forgot.
+
+
+# %% export="timeline.py"
+class Timeline:
+    """An observer that keeps the last `capacity` marks of an engine. See `write`.
+
+    The clock must be the engine's own. Of kinds that it does not know it takes no note.
+    """
+
+    def __init__(self, clock: Clock | None = None, capacity: int = 100_000) -> None:
+        self.clock = clock or WallClock()
+        self.marks: deque[Mark] = deque(maxlen=capacity)
+        self.num_dropped = 0
+        self._rows: dict[str, Row] = {}  # live requests
+        self._flights: dict[str, Mark] = {}  # with followers, by leader
+        self._step: Mark | None = None
+        self._batch: list[Row] = []  # who computes in it
+        self._num_steps = 0
+        self._num_in = {"running": 0, "queued": 0, "held": 0}
+        self._last_s = 0.0
+        self._takers: dict[str, Callable[..., None]] = {
+            "submit": self._submit,
+            "release": self._release,
+            "admit": self._admit,
+            "schedule": self._schedule,
+            "step": self._end_step,
+            "preempt": self._preempt,
+            "finish": self._finish,
+            "evict": self._evict,
+        }
+
+    def __call__(self, kind: str, /, **details: Any) -> None:
+        """Take note of a transition."""
+        if taker := self._takers.get(kind):
+            self._last_s = now = self.clock.now()
+            taker(now, **details)
+
+    def _keep(self, mark: Mark) -> None:
+        self.num_dropped += len(self.marks) == self.marks.maxlen
+        self.marks.append(mark)
+
+    def _submit(
+        self,
+        now: float,
+        request_id: str,
+        held: bool,
+        leader: str | None,
+        num_prompt: int,
+    ) -> None:
+        phase = Mark(request_id, "held" if held else "queued", now, now)
+        self._rows[request_id] = Row(phase, num_prompt)
+        self._num_in[phase.name] += 1
+        if leader:
+            new = Mark(FLIGHTS, f"led by {leader}", now, now, {"waiting": []})
+            flight = self._flights.setdefault(leader, new)
+            flight.details["waiting"].append(request_id)
+
+    def _enter(self, now: float, row: Row, phase: str, **details: Any) -> None:
+        """End a request's phase and begin the next."""
+        self._end_phase(now, row)
+        row.phase = Mark(row.phase.track, phase, now, now, details)
+        self._num_in[phase] += 1
+
+    def _end_phase(self, now: float, row: Row, **details: str) -> None:
+        self._num_in[row.phase.name] -= 1
+        row.phase.end_s = now
+        row.phase.details |= details
+        if row.phase.start_s < now or details:  # else it was none
+            self._keep(row.phase)
+
+    def _admit(self, now: float, request_id: str, cached: int) -> None:
+        if row := self._rows.get(request_id):
+            self._enter(now, row, "running", cached=cached)
+
+
+# %% [markdown]
+# A step begins when it is scheduled and ends with the event that carries the state of all pages.
+# What a chunk is can be told from where it lies: below what the request had computed before it is
+# recomputation, behind the prompt a decode.
+
+
+# %% export="timeline.py"
+class Timeline(Timeline):
+    def _schedule(self, now: float, chunks: list[tuple[str, int, int]]) -> None:
+        self._close_step(now)  # one that was cut short
+        self._num_steps += 1
+        sizes = {"prefill": 0, "recompute": 0, "decode": 0}
+        self._step = Mark(STEPS, f"step {self._num_steps}", now, now, sizes)
+        for request_id, start, size in chunks:
+            if row := self._rows.get(request_id):
+                kind = self._compute(now, row, start, size)
+                sizes[kind] += size
+                self._batch.append(row)
+
+    def _compute(self, now: float, row: Row, start: int, size: int) -> str:
+        again = max(0, min(start + size, row.high_water) - start)
+        kind = "recompute" if again else "prefill"
+        if start >= row.num_prompt and not again:
+            kind = "decode"
+        row.high_water = max(row.high_water, start + size)
+        last, work = row.step, row.work
+        row.step = self._num_steps
+        if work and work.name == kind == "decode" and last == row.step - 1:
+            work.details["tokens"] += size
+            return kind
+        if work:
+            self._keep(work)
+        details = {"start": start, "tokens": size, "again": again}
+        row.work = Mark(row.phase.track, kind, now, now, details)
+        return kind
+
+    def _end_step(self, now: float, **pages: int) -> None:
+        if self._step:
+            self._step.details |= pages | self._num_in
+        self._close_step(now)
+
+    def _close_step(self, now: float) -> None:
+        for row in self._batch:
+            if row.work:
+                row.work.end_s = now
+        self._batch.clear()
+        if self._step:
+            self._step.end_s = now
+            self._keep(self._step)
+            self._step = None
+
+
+# %% [markdown]
+# The rest are ends. A flight ends when its followers are released. If its leader died, one of them
+# leads on, and those who are left wait in a flight of his.
+
+
+# %% export="timeline.py"
+class Timeline(Timeline):
+    def _release(self, now: float, request_ids: Sequence[str], leader: str) -> None:
+        for request_id in request_ids:
+            if row := self._rows.get(request_id):
+                self._enter(now, row, "queued")
+                if self._step:  # from the step that did something for the follower
+                    begin_s, to = self._step.start_s, {"to": request_id}
+                    self._keep(Mark(leader, "arrow", begin_s, now, to))
+        if flight := self._flights.pop(leader, None):
+            stay = [w for w in flight.details["waiting"] if w not in request_ids]
+            flight.end_s = now
+            self._keep(flight)
+            if stay:
+                new = Mark(FLIGHTS, f"led by {request_ids[0]}", now, now)
+                new.details["waiting"] = stay
+                self._flights[request_ids[0]] = new
+
+    def _forget(self, now: float, request_id: str) -> None:
+        """A follower ends while it waits; without any its flight is none."""
+        for leader, flight in list(self._flights.items()):
+            if request_id in flight.details["waiting"]:
+                flight.details["waiting"].remove(request_id)
+                if not flight.details["waiting"]:
+                    del self._flights[leader]
+
+    def _leave(self, now: float, request_id: str) -> Row | None:
+        """A request that runs no more: close what it was doing."""
+        row = self._rows.get(request_id)
+        if row and row.work:
+            if self._step and row.step == self._num_steps:
+                row.work.end_s = now
+            self._keep(row.work)
+            row.work = None
+        return row
+
+    def _preempt(self, now: float, request_id: str) -> None:
+        if row := self._leave(now, request_id):
+            self._enter(now, row, "queued")
+            self._keep(Mark(request_id, "preempt", now, now))
+
+    def _finish(self, now: float, request_id: str, reason: str) -> None:
+        if row := self._leave(now, request_id):
+            if row.phase.name == "held":
+                self._forget(now, request_id)
+            self._end_phase(now, row, ended=reason)
+            del self._rows[request_id]
+
+    def _evict(self, now: float, pages: list[int]) -> None:
+        self._keep(Mark(STEPS, "evict", now, now, {"pages": len(pages)}))
+
+
+# %% [markdown]
+# What goes on at this moment is a mark too, up to the last moment that was told. So a timeline can
+# be looked at in the middle of a run, or after a run that ended in an exception.
+
+
+# %% export="timeline.py"
+class Timeline(Timeline):
+    def all_marks(self) -> list[Mark]:
+        """What is over, and what goes on at the last moment that was told."""
+        going = [row.phase for row in self._rows.values()]
+        going += [row.work for row in self._batch if row.work]
+        going += [*self._flights.values(), *([self._step] if self._step else [])]
+        known = [replace(mark, end_s=self._last_s) for mark in going]
+        rest = [r.work for r in self._rows.values() if r.work and r not in self._batch]
+        return sorted([*self.marks, *known, *rest], key=_order)
+
+    def rows(self, length_s: float = 0.0) -> list[tuple[str, list[Cell]]]:
+        """The requests for `draw_rows`, in seconds since the first of their marks.
+
+        Words are left out where there is no room for them, in a picture that shows at
+        least `length_s`.
+        """
+        shown = [mark for mark in self.all_marks() if mark.name in SHOWN]
+        begin_s = min((mark.start_s for mark in shown), default=0.0)
+        end_s = max((mark.end_s for mark in shown), default=0.0)
+        unit = 620 / max(length_s, end_s - begin_s, 1e-9)  # pixels per second
+        rows: dict[str, list[Cell]] = {}
+        for mark in shown:
+            length, (state, words) = mark.end_s - mark.start_s, SHOWN[mark.name]
+            words = words or str(mark.details["tokens"])
+            words = words if CHAR * len(words) < length * unit else ""
+            cells = rows.setdefault(mark.track, [])
+            cells.append((mark.start_s - begin_s, length, state, words))
+        return list(rows.items())
+
+
+def _order(mark: Mark) -> tuple[float, int, str, float]:
+    """By start, then by request (ids count up), and what lies in a span after it."""
+    return mark.start_s, len(mark.track), mark.track, -mark.end_s
+
+
+SHOWN = {  # spans in a picture: their colour; words, or none for a number of tokens
+    "held": ("plain", "held"),
+    "queued": ("free", "queued"),
+    "prefill": ("computed", ""),
+    "recompute": ("lost", ""),
+    "decode": ("decoded", "decodes"),
+}
+
+
+# %% [markdown]
+# ### A file that viewers know
+#
+# Chrome has a viewer for such marks, and its *Trace Event Format* has outlived it: one JSON object
+# for each event, times in microseconds. [Perfetto](https://ui.perfetto.dev) and `chrome://tracing`
+# open it. A span is an event `X` with a duration, and spans of one row must
+# lie inside each other or apart. Flights may overlap, so they are pairs `b` and `e` with a number
+# of their own. An arrow is a pair `s` and `f`; each end belongs to the span that encloses it. A
+# counter is `C`.
+
+
+# %% export="timeline.py"
+Event = dict[str, Any]
+PAGES = ("pages_free", "pages_private", "pages_pinned", "pages_evictable")
+COUNTERS = {  # in the file's counter tracks, from the details of a step
+    "pages": PAGES,
+    "requests": ("running", "queued", "held"),
+}
+ENGINE, REQUESTS = 1, 2  # the two groups of rows, "processes" in the format
+
+
+class Timeline(Timeline):
+    def events(self) -> Iterator[Event]:
+        """The marks in the Trace Event Format, in order of time."""
+        tids = {STEPS: (ENGINE, 1), FLIGHTS: (ENGINE, 2)}
+        made: list[Event] = []
+        for number, mark in enumerate(self.all_marks()):
+            for track in (mark.track, mark.details.get("to", STEPS)):
+                tids.setdefault(track, (REQUESTS, len(tids)))
+            made += _events_of(mark, number, tids)
+        yield from _names_of(tids)
+        if self.num_dropped and made:
+            lost = f"{self.num_dropped} earlier marks were dropped"
+            first_us = min(event["ts"] for event in made)
+            yield {
+                "ph": "i",
+                "s": "g",
+                "name": lost,
+                "ts": first_us,
+                "pid": 1,
+                "tid": 1,
+            }
+        yield from sorted(made, key=lambda e: (e["ts"], -e.get("dur", 0)))
+
+
+def _names_of(tids: dict[str, tuple[int, int]]) -> Iterator[Event]:
+    for pid, name in ((ENGINE, "engine"), (REQUESTS, "requests")):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    for track, (pid, tid) in tids.items():
+        name = track if pid == ENGINE else f"request {track}"
+        place = {"ph": "M", "pid": pid, "tid": tid}
+        yield place | {"name": "thread_name", "args": {"name": name}}
+        yield place | {"name": "thread_sort_index", "args": {"sort_index": tid}}
+
+
+def _events_of(
+    mark: Mark, number: int, tids: dict[str, tuple[int, int]]
+) -> list[Event]:
+    start_us, end_us = (round(s * 1e6, 3) for s in (mark.start_s, mark.end_s))
+    pid, tid = tids[mark.track]
+    here = {"name": mark.name, "pid": pid, "tid": tid, "ts": start_us}
+    if mark.name in ("preempt", "evict"):
+        return [here | {"ph": "i", "s": "t", "args": mark.details}]
+    if mark.name == "arrow":
+        there = dict(zip(("pid", "tid"), tids[mark.details["to"]], strict=True))
+        pair = here | {"cat": "flight", "id": number, "name": "released"}
+        return [pair | {"ph": "s"}, pair | there | {"ph": "f", "bp": "e", "ts": end_us}]
+    if mark.track == FLIGHTS:
+        pair = here | {"cat": "flight", "id": number, "args": mark.details}
+        return [pair | {"ph": "b"}, pair | {"ph": "e", "ts": end_us}]
+    span = here | {"ph": "X", "dur": round(end_us - start_us, 3), "args": mark.details}
+    return [span, *(_counts_of(mark, start_us, end_us) if mark.track == STEPS else ())]
+
+
+def _counts_of(step: Mark, start_us: float, end_us: float) -> Iterator[Event]:
+    """What a step computes, while it does; what there is when it has ended."""
+    sizes = {name: step.details[name] for name in ("prefill", "recompute", "decode")}
+    here = {"ph": "C", "pid": ENGINE, "tid": 1}
+    yield here | {"name": "batch tokens", "ts": start_us, "args": sizes}
+    yield here | {"name": "batch tokens", "ts": end_us, "args": dict.fromkeys(sizes, 0)}
+    for name, parts in COUNTERS.items():
+        if parts[0] in step.details:
+            args = {part.removeprefix("pages_"): step.details[part] for part in parts}
+            yield here | {"name": name, "ts": end_us, "args": args}
+
+
+# %% [markdown]
+# The file is written when everything is over, however it ended: by Ctrl-C and by an exception too,
+# since those are the runs that one wants to look at. It is written beside its place and then moved
+# there, so that what has the name is whole. A place where nothing can be written is refused at the
+# start and not after an hour.
+
+
+# %% export="timeline.py"
+class Timeline(Timeline):
+    def write(self, path: Path) -> None:
+        """Replace a file by this timeline, as a whole or not at all."""
+        told = {"program": "minivllm", "dropped": self.num_dropped}
+        told["clock"] = "microseconds of the engine's clock"
+        whole = {"displayTimeUnit": "ms", "otherData": told}
+        part = path.with_name(f".{path.name}.part")
+        try:
+            text = json.dumps(whole | {"traceEvents": list(self.events())})
+            part.write_text(text + "\n", encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def check_trace_place(path: Path) -> None:
+    """Raise `ValueError` if a trace cannot be written there."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"trace: {path} cannot be written")
+
+
+@contextmanager
+def tracing(path: Path | None, clock: Clock | None = None) -> Iterator[Observer]:
+    """An observer for a block, and its file when the block ends. No path: `ignore`."""
+    if path is None:
+        yield ignore
+        return
+    check_trace_place(path)
+    timeline = Timeline(clock)
+    try:
+        yield timeline
+    finally:
+        timeline.write(path)
+
+
+# %% [markdown]
+# The load from above, on the engine as it is by default, through a timeline:
+
+# %% name="timeline"
+import json as json_reader
+from tempfile import TemporaryDirectory
+
+
+def watched(**choices) -> Timeline:
+    """The three requests once more, with a timeline on the engine's clock."""
+    clock = VirtualClock()
+    timeline = Timeline(clock)
+    two_then_one(EngineOptions(**choices), clock, timeline)
+    return timeline
+
+
+timeline = watched()
+with TemporaryDirectory() as folder:
+    path = Path(folder) / "trace.json"
+    timeline.write(path)
+    events = json_reader.loads(path.read_text("utf-8"))["traceEvents"]
+print(sorted(Counter(event["ph"] for event in events).items()))
+for event in events:
+    if event["ph"] in "sf" or event["name"] in ("held", "prefill"):
+        where = f"row {event['tid'] - 2}"
+        print(f"{event['ph']} {event['ts']:>9,.0f} µs {where} {event['name']}")
+
+# %% tags=["hide-input"]
+from minivllm.drawing import draw_rows
+
+draw_rows(
+    [
+        (f"{name}, {who}", cells)
+        for name, choices in (
+            ("default", {}),
+            ("nobody waits", {"single_flight": "none"}),
+        )
+        for who, cells in watched(**choices).rows()
+    ],
+    unit=480,
+    caption="The prologue's load, drawn from the events: two requests at once, and the third when "
+    "they are done. By default request 1 is held for as long as request 0 computes its prompt, and "
+    "computes 13 tokens then. If nobody waits, both prompts are computed in one step, 986 tokens.",
+)
+
+# %% [markdown]
+# Request 1 is held until [503,000](#timeline) µs, when an arrow from request 0 reaches it. What the
+# picture shows in rows, the file shows in Perfetto, with the pages in each state below. From here on
+# `LLM("smollm2", trace="out.json")` writes it, and `minivllm generate --trace out.json`. Without the
+# option the observer is `ignore`, and the engine does not even put together what it would say.
 
 # %% [markdown]
 # ## A conversation is a text
@@ -551,7 +1023,8 @@ print(template.render([{"role": "user", "content": "Who are you?"}]))
 
 import gc
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from html import escape
@@ -564,7 +1037,7 @@ import torch
 from tokenizers import Tokenizer
 
 from minivllm.engine import Engine, Limits, NoText, Writer
-from minivllm.events import Observer, ignore
+from minivllm.events import Observer, both, ignore
 from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
 from minivllm.prefix_cache import PrefixCache
@@ -645,7 +1118,9 @@ class LLM:
 
     `model` is `smollm2`, a folder, a .gguf file or a hub id; options are those of
     `EngineOptions`, and vLLM's names for them. The observer is told of every transition
-    (see `EventLog`). `progress` False draws no bars. `ValueError` names a fault.
+    (see `EventLog`). `trace` names a file for a `Timeline`, written when the LLM is
+    closed, or when Python ends. `progress` False draws no bars. `ValueError` names a
+    fault.
     """
 
     def __init__(
@@ -653,10 +1128,13 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         observer: Observer = ignore,
+        trace: str | Path | None = None,
         progress: bool = True,
         **options: Any,
     ) -> None:
         self.options = chosen = read_options(options)
+        if trace is not None:
+            check_trace_place(Path(trace))
         self.model, self.progress = model, progress
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
@@ -672,8 +1150,17 @@ class LLM:
         backend = choose_backend(chosen.kernels, device, dtype)
         runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
+        observer = both(observer, self._start_trace(trace))
         parts = (chosen, num_pages, runner, limits, observer, self._decode)
         self._engine: Engine | None = assemble(*parts, writers=self._writer)
+
+    def _start_trace(self, trace: str | Path | None) -> Observer:
+        self._end_trace: Callable[[], object] = lambda: None
+        if trace is None:
+            return ignore
+        timeline = Timeline()
+        self._end_trace = weakref.finalize(self, timeline.write, Path(trace))
+        return timeline
 
     def _runner(
         self, decoder: Decoder, num_pages: int, backend: Backend
@@ -699,6 +1186,9 @@ class LLM:
 
 
 # %% [markdown]
+# A trace is written by a *finalizer*: Python calls it once, when the `LLM` is closed, or forgotten,
+# or when the program ends, by an exception for example.
+#
 # Two questions that one asks of a running engine go straight through. And a model is large: when
 # the `with` block of an `LLM` ends, its weights and its pages are given back at once, not when
 # Python finds the time. What is used afterwards says so.
@@ -714,11 +1204,12 @@ class LLM(LLM):
         return self._engine
 
     def close(self) -> None:
-        """End whatever runs, and free the weights and the K/V memory."""
+        """End whatever runs, free the weights and the K/V memory, write the trace."""
         self._end_all()
         self._engine = None
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no CUDA
+        self._end_trace()
 
     def __enter__(self) -> Self:
         return self
@@ -1099,6 +1590,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, no bars.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write what happened, and when, to this file (for Perfetto)."),
+]
 
 if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
     from minivllm.llm import LLM
@@ -1217,13 +1712,15 @@ def sampling_of(options: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{n: options[n] for n in SAMPLING if n in options})
 
 
-def open_llm(options: dict[str, Any], as_json: bool) -> "LLM":
+def open_llm(
+    options: dict[str, Any], as_json: bool, trace: Path | None = None
+) -> "LLM":
     """The model and the engine that a command's options describe."""
     chosen = {each.name: options[each.name] for each in fields(EngineOptions)}
     EngineOptions(**chosen)
     from minivllm.llm import LLM  # torch begins here
 
-    return LLM(options["model"], progress=not as_json, **chosen)
+    return LLM(options["model"], trace=trace, progress=not as_json, **chosen)
 
 
 @app.callback()
@@ -1238,16 +1735,17 @@ def generate(
         list[str], typer.Option(help="Text to continue; repeat for more.")
     ],
     as_json: AsJson = False,
+    trace: Trace = None,
     **options: Any,
 ) -> None:
     """Continue one or more prompts."""
     params = sampling_of(options)
-    with open_llm(options, as_json) as llm:
+    with open_llm(options, as_json, trace) as llm:
         outputs = llm.generate(prompt, params)
-    for output in outputs:
-        metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
-        told = {"metrics": metrics, "why": output.reuse and str(output.reuse)}
-        show(asdict(output) | told, as_json)
+        for output in outputs:
+            metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
+            told = {"metrics": metrics, "why": output.reuse and str(output.reuse)}
+            show(asdict(output) | told, as_json)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(1)
 
@@ -1449,13 +1947,14 @@ def chat(
         str | None, typer.Option(help="What the model is told first.")
     ] = None,
     as_json: AsJson = False,
+    trace: Trace = None,
     **options: Any,
 ) -> None:
     """Talk with the model; or answer the lines of stdin, one turn each."""
     params = sampling_of(options)
     if params.n > 1:
         raise ValueError("a chat has one answer: --n must be 1")
-    with open_llm(options, as_json) as llm:
+    with open_llm(options, as_json, trace) as llm:
         talk(llm, params, system, as_json)
 
 

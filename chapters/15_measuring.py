@@ -52,25 +52,22 @@ best, *others = sorted(answers.values())
 print("largest more than twice the smallest:", others[-1] > 2 * best)
 
 # %% [markdown]
-# One function, one argument, one machine, five answers. None of them is wrong. The first
-# look-up runs code that has not run yet, on memory that the processor has not at hand. The best
-# of many says what is possible when nothing disturbs. The median says what is usual. The fourth
-# includes work that a request does once, when it arrives: turning a list of Python integers
-# into an array. The fifth includes a pause that belongs to the whole process, charged to
+# One function, one argument, one machine, five answers, none of them wrong. The first look-up runs
+# code that has not run yet, on memory that is not at hand. The best of many says what is possible
+# when nothing disturbs, the median what is usual. The fourth includes what a request does once, on
+# arrival: a list becomes an array. The fifth includes a pause of the whole process, charged to
 # whoever was running.
 #
-# The misconception is that code *has* a time, which one reads off. A time belongs to a
-# procedure: what was warm, what was encoded before the clock started, what else ran, and
-# which of many readings was kept. A number without its procedure can be halved or doubled
-# without touching the code. This chapter writes the procedure down once, as a program, and
-# every measured number of the book comes out of it.
+# The misconception is that code *has* a time, which one reads off. A time belongs to a procedure:
+# what was warm, what was encoded before the clock started, what else ran, which reading was kept.
+# This chapter writes the procedure down as a program, and every measured number of the book comes
+# out of it.
 #
 # ## Two equal things, one of them slower
 #
-# Most questions are about two numbers: ours and theirs, before and after. It would seem
-# enough to measure one, then the other. Here is a machine on which we can see what happens.
-# Its clock is a variable. It gets 2 % slower with each run, as a laptop does that becomes
-# warm, or a server whose neighbour starts a job. We give it the same work under two names.
+# It would seem enough to measure ours, then theirs. Here is a machine whose clock is a variable,
+# and which gets 2 % slower with each run, as a laptop does that becomes warm. We give it the same
+# work under two names.
 
 
 # %% name="drift"
@@ -104,17 +101,16 @@ print(f"after / before, one then the other: {median(after) / median(before):.2f}
 
 # %% [markdown]
 # The second contestant is [1.15](#drift) times as slow as the first, and it is the first. More
-# repeats make it worse, and the spread of each series is small: nothing in the readings gives
-# it away. What helps is to take turns. One run of each makes a pair; the machine has hardly
-# changed between its halves; the quotient of a pair is about the code. And since someone
-# must go first in a pair, the order is reversed in every other one.
+# repeats make it worse, and each series has a small spread: nothing gives it away. What helps is to
+# take turns. One run of each makes a pair; the machine has hardly changed between its halves; the
+# quotient of a pair is about the code. Since someone must go first, the order is reversed in every
+# other pair.
 #
 # ## The procedure
 #
-# So, the parts. What is measured is a *trial*: the work, and what must be done before it
-# that is not to be timed. `work` returns a count of what it did, tokens found for example. Of
-# two contestants who disagree about that, one measures something else, and it is better
-# to see it.
+# What is measured is a *trial*: the work, and what must be done before it that is not to be timed.
+# `work` returns a count, tokens found for example. Of two contestants who disagree about that, one
+# measures something else.
 
 # %% export="bench.py"
 """Measuring: several contestants, in turn, in one process, with their spread."""
@@ -149,9 +145,8 @@ class Trial:
 
 
 # %% [markdown]
-# One reading. The collector is run before it and kept away during it: a pause of the process
-# would be charged to one contestant by chance. (It is a choice, and it flatters whoever
-# makes much garbage. It is the same for all.)
+# One reading. The collector is run before it and kept away during it: its pause would be charged to
+# one contestant by chance. (That flatters whoever makes much garbage.)
 
 
 # %% export="bench.py"
@@ -173,9 +168,9 @@ def time_once(
 
 
 # %% [markdown]
-# Many readings make a spread: the median, since one bad reading does not move it, and the
-# smallest and largest, since they say how far to trust it. A comparison is a spread too, of
-# the quotients within the pairs.
+# Many readings make a spread: the median, which one bad reading does not move, and the smallest and
+# largest, which say how far to trust it. A comparison is a spread too, of the quotients within the
+# pairs.
 
 
 # %% export="bench.py"
@@ -262,14 +257,16 @@ ratio = compare(found["after"], found["before"])
 print(
     f"after / before, in turn: {ratio.median:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}"
 )
-print("all seven pairs agree by chance in", 2, "of", 2**7, "measurements")
+for number in (7, 3):
+    print(f"all {number} pairs agree by chance in 2 of {2**number} measurements")
 
 # %% [markdown]
-# The machine still warms up, by a third over the whole run. But now the comparison says
-# [0.98](#turns), with a spread from [0.98](#turns) to [1.02](#turns) that contains 1. The sentence
-# that one may write is: no difference was shown. It is a strict rule. A spread that leaves 1
-# out means that all seven pairs agree on who is slower, and between equals that happens in
-# [2 of 128](#turns) measurements.
+# The machine still warms up, by a third over the run. But the comparison says [0.98](#turns), and
+# its spread, [0.98](#turns) to [1.02](#turns), contains 1. The sentence that one may write is: no
+# difference was shown. A spread that leaves 1 out means that all seven pairs agree on who is
+# slower, and between equals that happens in [2 of 128](#turns) measurements. Three pairs, which is
+# what a slow experiment can afford, agree by chance in [2 of 8](#turns): a sign from three repeats
+# is a hint, until other cases or a reason agree with it.
 
 # %% tags=["hide-input"]
 from itertools import chain
@@ -307,10 +304,8 @@ draw_readings(
 # %% [markdown]
 # ## What to write beside a number
 #
-# A reading is worth keeping with what it depends on. A record names the command that makes
-# it again, the commit, the processor, the Python, the number of repeats, and has the
-# spread beside each median. Each of its rows says what was done, by whom, and what it
-# is compared with.
+# A record names the command that makes it again, the commit, the processor, the Python, the
+# repeats. A row says what was done, by whom, with which spread, and what it is compared with.
 
 
 # %% export="bench.py" tags=["hide-input"]
@@ -403,13 +398,11 @@ def commit() -> str:
 # %% [markdown]
 # ## Four kinds of traffic
 #
-# Now the thing that we wanted to measure. "A match" depends on what is in the tree, so the
-# loads are a part of the procedure. Three shapes cover what caches meet: many prompts behind
-# one system prompt; conversations, whose every turn repeats all turns before it; and prompts
-# that have nothing in common. The fourth is the worst case of the second. Our tree keeps a
-# conversation in one node as long as nothing branches off, and would be measured at its best.
-# So in the fourth load every turn has been answered twice, and the path to the last one runs
-# through 64 nodes, in anybody's tree. All are drawn from a seed: two runs measure the same.
+# What a match costs depends on what is in the tree. Three loads cover what caches meet: many
+# prompts behind one system prompt; conversations, whose turns repeat all turns before them; prompts
+# that have nothing in common. Our tree keeps a conversation in one node as long as nothing branches
+# off, and would be measured at its best. So in a fourth load every turn has been answered twice,
+# and the path to the last one runs through 64 nodes, in anybody's tree. All are drawn from a seed.
 
 # %% export="bench_cache.py"
 """The loads of `minivllm bench cache`, and what is done with them."""
@@ -482,9 +475,8 @@ def make_loads(seed: int = 0, scale: float = 1.0) -> list[Load]:
 
 
 # %% [markdown]
-# A contestant is a small class: it encodes a sequence (outside the clock), matches, inserts
-# and evicts. Ours do little more than pass the calls on. Whatever has these five methods can
-# be measured, a ten-line twin as well as another engine's tree.
+# Whatever encodes a sequence (outside the clock), matches, inserts and evicts can be measured, a
+# ten-line twin as well as another engine's tree.
 
 
 # %% export="bench_cache.py"
@@ -544,11 +536,9 @@ OWN_TREES: dict[str, MakeTree] = {
 }
 
 # %% [markdown]
-# The operations. A look-up comes in two kinds: a prompt whose beginning is known and whose
-# tail is new, and a prompt that was seen before, whole. An insertion enters a new tail behind
-# what is known: for the conversations a 64th turn, at 32,768 tokens, behind 63 others. In each
-# repeat the tails are new ones, or the second repeat would measure
-# an insertion that finds everything there.
+# A look-up finds the beginning of a new prompt, or the whole of an old one. An insertion enters a
+# new tail behind what is known: for the conversations a 64th turn, at 32,768 tokens. Tails are new
+# in each repeat, or the second would find everything there.
 
 
 # %% export="bench_cache.py"
@@ -579,7 +569,7 @@ def insert_trial(tree: Tree, load: Load) -> Trial:
 
 # %% [markdown]
 # Evicting shrinks the tree, so before each repeat it is filled up again to the same number of
-# leaves. `supply` brings sequences that were never in it.
+# leaves.
 
 
 # %% export="bench_cache.py"
@@ -619,8 +609,8 @@ def random_sequences(seed: object, num_tokens: int) -> Iterator["array[int]"]:
 
 
 # %% [markdown]
-# Memory is not timed. Python's own allocator says how much a tree has kept when all its
-# inputs are gone; a tree that keeps tensors adds what they hold.
+# Memory is not timed. Python's allocator says what a tree has kept when all its inputs are gone; a
+# tree of tensors adds what they hold.
 
 
 # %% export="bench_cache.py"
@@ -636,9 +626,8 @@ def bytes_per_token(make: MakeTree, page_size: int, load: Load) -> Measurement:
 
 
 # %% [markdown]
-# The last question is about more than an index: what does the cache cost *a request*? Hash or
-# walk, look up, take pages, publish them, give all back. The pool has room for everything
-# (`cold`); or is full, so that each new page must be taken from an older prompt (`full`); or
+# And what does the cache cost *a request*: hash or walk, look up, take pages, publish them, give
+# all back? The pool has room (`cold`); or each new page is taken from an older prompt (`full`); or
 # the request came before (`warm`).
 
 
@@ -697,9 +686,8 @@ def request_trial(
 
 
 # %% [markdown]
-# The first round of a warm or a full cache finds it empty; that is what the warm-up round is for.
-# All of it together yields rows, one after the other, as they are measured. The hash index
-# sits out at page size 1: one table entry for each token is a size that nobody runs.
+# The first round of a warm or a full cache finds it empty: for that there is the warm-up. The hash
+# index sits out at page size 1, which nobody runs.
 
 
 # %% export="bench_cache.py"
@@ -810,12 +798,11 @@ class CacheBench(CacheBench):
 # %% [markdown]
 # ## Guests
 #
-# Ours against ours says little. SGLang has a radix tree and vLLM a block table, both in Python,
-# and both are in wheels that anyone can download. To run them they would have to be
-# installed, with kernels and servers that want a GPU. But their caches are plain data
-# structures: a handful of files of each package. So we run these files and put *stand-ins* in
-# the place of all that they import and a cache does not need. A stand-in has every name, can
-# be called, and can be inherited from.
+# Ours against ours says little. SGLang has a radix tree and vLLM a block table, both in Python and
+# in wheels that anyone can download. Installed, they bring kernels and servers that want a GPU. But
+# their caches are plain data structures, a handful of files each. So we run these files, and put
+# *stand-ins* in the place of what they import and a cache does not need. A stand-in has every name,
+# can be called, and can be inherited from.
 
 # %% export="peers.py"
 """Prefix caches of other engines, to be measured in the process that measures ours.
@@ -873,8 +860,7 @@ def stand_in(name: str) -> Any:
 
 
 # %% [markdown]
-# An import hook decides which module is real. It asks the ordinary finders for the chosen ones,
-# answers for the rest of the package itself, and for other packages when nobody has them.
+# An import hook decides which module is real: the chosen ones, and other packages that are there.
 
 
 # %% export="peers.py"
@@ -931,9 +917,8 @@ def standing_in(hook: StandIns) -> Iterator[None]:
 
 
 # %% [markdown]
-# What is taken from each, and how it is found. A wheel is a zip file, and Python imports from
-# those. A guest that is not here, or that does not load since a newer version looks
-# different, is `PeerAbsent`, with the reason: the record then says so, and nothing is lost.
+# A guest that is not here, or that does not load since a newer version looks different, is
+# `PeerAbsent`, with the reason: the record then says so.
 
 # %% export="peers.py"
 REAL = {  # the modules that are run; all others of the package are stand-ins
@@ -984,8 +969,8 @@ def load_peer(name: str, places: tuple[str, ...] = ()) -> str:
 
 
 # %% [markdown]
-# SGLang's tree is called as its scheduler calls it: ids in an `array("q")`, slots in a tensor.
-# Its match returns a length and a node; the slots are put together later, which is not timed.
+# SGLang's tree is called as its scheduler calls it: ids in an `array("q")`, slots in a tensor. A
+# match returns a length and a node; putting the slots together is not timed.
 
 
 # %% export="peers.py" tags=["hide-input"]
@@ -1036,8 +1021,8 @@ class SglangTree:
 
 
 # %% [markdown]
-# vLLM has no tree, and its unit is a request: hash its blocks, look up, allocate (which also
-# enters the blocks in its table), free. Its default hash is SHA-256 of a pickle.
+# vLLM's unit is a request: hash its blocks (by default SHA-256 of a pickle), look up, allocate,
+# which also enters the blocks in its table, free.
 
 
 # %% export="peers.py" tags=["hide-input"]
@@ -1115,12 +1100,10 @@ def invite(names: Sequence[str], places: Sequence[str] = ()) -> Guests:
 # %% [markdown]
 # ## The same prompt, eight times
 #
-# That was a part of the engine. The second experiment takes all of it, with weights, and asks
-# what chapters 9 and 10 could only compute: the same prompt comes several times, pages become
-# visible at one moment or another, somebody waits or nobody does. Who gets a first word
-# sooner, and who ends later? It is one experiment with many *cases*. A case has an
-# *outcome*, and most of an outcome is no time: what was found in the cache, what was
-# computed, which tokens came out.
+# The second experiment takes the whole engine, with weights, and asks what chapters 9 and 10 could
+# only compute: the same prompt comes several times, pages become visible at one moment or another,
+# somebody waits or nobody does. Who gets a first word sooner, and who ends later? Each *case* has
+# an *outcome*, most of which is no time: what was found, what was computed, which tokens came out.
 
 # %% export="bench_reuse.py"
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
@@ -1138,6 +1121,7 @@ from typing import Any, cast
 from minivllm.batch import Chunk
 from minivllm.bench import Spread, Trial, measure, nothing
 from minivllm.engine import Clock, Engine, Limits, Runner, WallClock
+from minivllm.events import Observer, ignore
 from minivllm.options import CHOICES, assemble, check_choice, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.simulation import (
@@ -1187,14 +1171,11 @@ class Outcome:
 
 # %% [markdown]
 # All requests come at once, or the second comes "when the first has its first token", or "as it
-# enters decode". Are the last two different? In this engine the step that completes a prompt
-# also samples the first token. So there is one moment, and it has an inside and an outside.
-# Outside is the caller: `step` has returned, the token is in its hands, the prompt is
-# published, the flight is closed. Inside is the end of the forward pass: the prompt is
-# computed, and nobody has been told. A request that comes from another thread can be submitted
-# then. An engine that samples at the beginning of its next step would have a whole decode step
-# between the two. We want both moments, so somebody has to stand at the inner one. This runner
-# does, and takes down what each step was and how long it took.
+# enters decode". Are the last two different? In this engine the step that completes a prompt also
+# samples the first token. So there is one moment, with an outside and an inside. Outside, `step`
+# has returned: the token is in the caller's hands, the prompt is published, the flight is closed.
+# Inside, the forward pass has ended and nobody has been told; a request from another thread can be
+# submitted then. This runner stands at the inner moment.
 
 
 # %% export="bench_reuse.py"
@@ -1221,9 +1202,8 @@ class Watched:
 
 
 # %% [markdown]
-# The experiment holds what all cases have in common. The engine is made anew for each run: cache
-# and K/V memory are empty, the weights stay. `make_runner` and `make_clock` are open, so it also
-# runs on chapter 8's simulated runner, and that is used twice below.
+# The engine is made anew for each run; the weights stay. `make_runner` and `make_clock` are open,
+# so the experiment also runs on chapter 8's simulated runner.
 
 
 # %% export="bench_reuse.py"
@@ -1242,6 +1222,7 @@ class Reuse:
     page_size: int = 16
     max_batch_tokens: int = 512
     make_clock: Callable[[], Clock] = WallClock
+    observer: Observer = ignore
     steps: list[tuple[Work, float]] = field(default_factory=list)
 
     def make_engine(self, case: Case) -> Engine:
@@ -1256,7 +1237,8 @@ class Reuse:
         num_pages, clock = case.num_requests * -(-footprint // size), self.make_clock()
         runner = Watched(self.make_runner(num_pages, clock), clock)
         chosen = read_options(options)
-        return assemble(chosen, num_pages, runner, self.limits, clock=clock)
+        parts = (chosen, num_pages, runner, self.limits, self.observer)
+        return assemble(*parts, clock=clock)
 
     def run(self, case: Case) -> Outcome:
         """Send the requests when they are due, and step to the end."""
@@ -1299,8 +1281,7 @@ class Reuse:
 
 
 # %% [markdown]
-# From the final outputs come the figures of the run. A request that failed would look quick, so
-# such a run is refused.
+# A request that failed would look quick, so a run with one is refused.
 
 
 # %% export="bench_reuse.py"
@@ -1322,9 +1303,9 @@ def outcome_of(ended: Sequence[RequestOutput], stats: Mapping[str, int]) -> Outc
 
 
 # %% [markdown]
-# Now the cases: four publications, or no cache at all, times three ways to wait, times the
-# arrivals. With 128 output tokens a case takes ten to twenty seconds. It would be more than half an
-# hour for three repeats, on a machine that must not do anything else.
+# The cases: four publications, or no cache, times three ways to wait, times the arrivals, at ten to
+# twenty seconds each. Three repeats would take more than half an hour of a machine that must not do
+# anything else.
 
 
 # %% export="bench_reuse.py" tags=["hide-input"]
@@ -1363,12 +1344,9 @@ def make_cases(
 
 # %% [markdown]
 # But many of them are the same run. Under release at completion it cannot matter whether the leader
-# publishes early: whoever could notice is held. We need not believe that, for a rehearsal on a
-# virtual clock gives the exact steps of a case in milliseconds: which request, from which token,
-# how many. Where they are equal, nothing is left that could take another time, except for the
-# microseconds of the first half of this chapter. Such cases become one contestant, and take
-# turns in it: with three repeats each is run once with weights, and its counts and tokens are
-# compared with the others'.
+# publishes early: whoever could notice is held. A rehearsal on a virtual clock gives the exact
+# steps of a case in milliseconds: which request, from which token, how many. Cases with equal steps
+# become one contestant and take turns in it, and their counts and tokens are compared.
 
 
 # %% export="bench_reuse.py"
@@ -1448,8 +1426,8 @@ def make_reuse_row(
 
 
 # %% [markdown]
-# The turns are those of `measure`. Before them everybody runs once to be warm, and our run gives
-# the tokens with which all others are compared: one request, alone, no cache.
+# The turns are those of `measure`. Before them everybody runs once to be warm; ours gives the
+# tokens with which all others are compared.
 
 
 # %% export="bench_reuse.py"
@@ -1553,10 +1531,9 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
 
 
 # %% [markdown]
-# And a guest: transformers, with the same weights, in the same process, on one batch of
-# identical prompts. That is its own way to serve several requests, and it has no cache
-# between them. A static batch gives all first tokens together; a stopping rule that never stops is
-# called when each token is there, and reads the clock.
+# And a guest: transformers, with the same weights, on one batch of identical prompts, without a
+# cache between them. A static batch gives all first tokens together; a stopping rule that never
+# stops reads the clock at each token.
 
 
 # %% export="bench_reuse.py" tags=["hide-input"]
@@ -1653,6 +1630,642 @@ def record_reuse(
         "steps": step_facts(like.steps),
     }
 
+
+# %% [markdown]
+# ## A load that does not wait
+#
+# So far somebody started a piece of work, waited for its end, and started the next. Traffic does
+# not wait. If a server stands still for five seconds, those who come in these five seconds wait
+# too, and a client that sends its next request when it has the last answer never notices them: it
+# was waiting itself. Such a load is *closed*, and what it leaves out is called *coordinated
+# omission*: measuring stops exactly while the thing measured is slow.
+#
+# In an *open* load each call has a moment when it is due, and a task of its own, which sleeps until
+# then. Its times count from that moment, whenever it was sent. How a call is made (`ask`) is left
+# open, so the first run can do without a network.
+
+# %% export="bench_serve.py"
+"""`minivllm bench serve`: an open-loop load on any server that speaks OpenAI's API."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise
+from math import ceil
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from minivllm.bench import Measurement, Trial, compare, measure
+from minivllm.drawing import Picture, draw_rows
+from minivllm.options import check_choice
+
+if TYPE_CHECKING:
+    import httpx2
+
+
+class ServerFault(Exception):
+    """The server answered, and not with what was asked."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is asked, and when it is due, in seconds since the load began."""
+
+    due_s: float
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Reply:
+    """What became of a call: times in seconds since the load began, and counts.
+
+    `pieces_s`: when each piece of text came. Counts are the server's; None if it gives
+    none. `fault` says what went wrong, or nothing.
+    """
+
+    due_s: float
+    sent_s: float = 0.0
+    pieces_s: list[float] = field(default_factory=list)
+    done_s: float = 0.0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    streamed: bool = True
+    finished: bool = False
+    fault: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the moment when the call was due, whenever it was sent."""
+        if self.fault or not self.streamed or not self.pieces_s:
+            return None
+        return self.pieces_s[0] - self.due_s
+
+
+Now = Callable[[], float]
+Ask = Callable[[Call, Reply, Now], Awaitable[None]]  # fills in the reply
+
+
+# %% export="bench_serve.py"
+async def send_all(
+    calls: Sequence[Call], ask: Ask, timeout_s: float = 600.0
+) -> list[Reply]:
+    """Send every call when it is due, whatever has become of the others."""
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+
+    def now() -> float:
+        return loop.time() - start_s
+
+    async def send(call: Call) -> Reply:
+        await asyncio.sleep(max(0.0, call.due_s - now()))
+        reply = Reply(call.due_s, sent_s=now())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ask(call, reply, now)
+        except TimeoutError:
+            reply.fault = f"no end after {timeout_s:g} s"
+        except Exception as error:
+            reply.fault = name_fault(error)
+        reply.done_s = reply.done_s or now()
+        return reply
+
+    return await asyncio.gather(*map(send, calls))
+
+
+def name_fault(error: Exception) -> str:
+    """What to count a failure as: one line without what differs from call to call."""
+    if isinstance(error, ServerFault):
+        return str(error)
+    if isinstance(error, ValueError | KeyError | TypeError | AttributeError):
+        return "malformed answer"
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    if "ConnectError" in kinds:
+        return "cannot connect"
+    if "RemoteProtocolError" in kinds or "ReadError" in kinds:
+        return "connection dropped"
+    return f"{kinds[0]}: {error}"
+
+
+# %% [markdown]
+# The moments are random with a mean rate, as those of many people are who know nothing of each
+# other, or all at once.
+
+# %% export="bench_serve.py"
+ARRIVAL_TIMES = ("poisson", "burst", "trace")
+
+
+def due_times(kind: str, number: int, rate: float, rng: Random) -> list[float]:
+    """When so many calls are due: at random, `rate` a second on average, or at once."""
+    gaps = [rng.expovariate(rate) if kind == "poisson" else 0.0 for _ in range(number)]
+    return list(accumulate(gaps))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values do not exceed."""
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
+
+
+# %% [markdown]
+# Here is a server that takes a tenth of a second for a request, one after the other, and once five
+# seconds. Its event loop has a clock that jumps to the next timer when nobody has anything to do:
+# chapter 8's trick, for `asyncio`.
+
+# %% name="open-loop"
+import selectors
+from concurrent.futures import ThreadPoolExecutor
+
+
+class Jumps(selectors.SelectSelector):
+    """Waits for nothing: the time that it should wait has passed."""
+
+    time_s = 0.0
+
+    def select(self, timeout=None):
+        self.time_s += timeout or 0.0
+        return super().select(0)
+
+
+def in_virtual_time(make_work):
+    """Run a coroutine on a virtual clock (in a thread: a notebook has its own loop)."""
+
+    def run():
+        selector = Jumps()
+        loop = asyncio.SelectorEventLoop(selector)
+        loop.time = lambda: selector.time_s
+        try:
+            return loop.run_until_complete(make_work())
+        finally:
+            loop.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+def make_stub():
+    """A server with one worker, which stands still once."""
+    turn, numbers = asyncio.Lock(), iter(range(10**6))
+
+    async def ask(call, reply, now):
+        async with turn:
+            await asyncio.sleep(5.0 if next(numbers) == 40 else 0.1)
+        reply.pieces_s.append(now())
+
+    return ask
+
+
+calls = [Call(due_s) for due_s in due_times("poisson", 200, 4.0, Random("open loop"))]
+
+
+async def closed_loop():
+    """The same calls by one client, who waits for each answer before the next."""
+    ask, replies = make_stub(), []
+    for _ in calls:
+        replies += await send_all([Call(0.0)], ask)
+    return replies
+
+
+async def open_loop():
+    return await send_all(calls, make_stub())
+
+
+loops = {"closed": closed_loop, "open": open_loop}
+ttfts = {
+    name: [r.ttft_s for r in in_virtual_time(loop)] for name, loop in loops.items()
+}
+for name, values in ttfts.items():
+    shares = [f"p{100 * q:g} {percentile(values, q):.2f} s" for q in (0.5, 0.9, 0.99)]
+    print(f"{name:6}", ", ".join(shares), f"· above 1 s: {sum(v > 1 for v in values)}")
+
+# %% tags=["hide-input"]
+draw_rows(
+    [
+        (
+            f"{name} loop, p{round(100 * share)}",
+            [(0, percentile(values, share), state, "")],
+        )
+        for (name, values), state in zip(ttfts.items(), ("plain", "lost"), strict=True)
+        for share in (0.5, 0.8, 0.9, 0.95, 0.99)
+    ],
+    caption="Seconds until the first token of 200 requests to one server that stands still for five "
+    "seconds. A client that waits for its answers meets the pause once, outside of all percentiles. "
+    "Sent when they are due, one request in six waits longer than a second.",
+)
+
+# %% [markdown]
+# The closed loop gets one late answer in two hundred, and a P99 of [0.10](#open-loop) s. The open
+# loop gets [34](#open-loop), and a P99 of [4.58](#open-loop) s. It is the same server and the same
+# pause.
+#
+# ### Whoever it is that answers
+#
+# To use it on a server one needs prompts, and somebody who speaks the protocol. Prompts begin with
+# words that all share; the rest is each call's own, and new in each round. Or they come from a
+# file.
+
+
+# %% export="bench_serve.py"
+@dataclass(frozen=True)
+class Mix:
+    """Prompts of random words: the first part is shared, the rest is a call's own."""
+
+    shared_words: int = 200
+    own_words: int = 20
+    chat: bool = False
+
+    def body(self, seed: int, number: int, index: int) -> dict[str, Any]:
+        """The call with this index in the round with this number."""
+        words = _words(Random(f"{seed}"), self.shared_words)
+        words += _words(Random(f"{seed} {number} {index}"), self.own_words)
+        text = " ".join(words)
+        if self.chat:
+            return {"messages": [{"role": "user", "content": text}]}
+        return {"prompt": text}
+
+
+def _words(rng: Random, number: int) -> list[str]:
+    syllables = ("ba", "do", "ki", "lu", "me", "no", "ra", "si", "te", "vu")
+    return ["".join(rng.choices(syllables, k=2)) for _ in range(number)]
+
+
+def read_calls(path: Path) -> list[Call]:
+    """A call for each line of a JSONL file. `ValueError` names the file and the line.
+
+    A line has `prompt`, `prompt_token_ids` or `messages`, and perhaps `max_tokens` (or
+    `output_length`) and `timestamp`, in milliseconds.
+    """
+    calls = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                calls.append(_read_call(json.loads(line)))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not calls:
+        raise ValueError(f"{path} has no calls")
+    return sorted(calls, key=lambda call: call.due_s)
+
+
+def _read_call(line: Mapping[str, Any]) -> Call:
+    prompt = line.get("prompt", line.get("prompt_token_ids"))
+    given = {"messages": line.get("messages"), "prompt": prompt}
+    body = {name: value for name, value in given.items() if value}
+    if len(body) != 1:
+        raise ValueError("a call has either a prompt or messages")
+    if length := line.get("max_tokens", line.get("output_length")):
+        body["max_tokens"] = int(length)
+    return Call(float(line.get("timestamp", 0)) / 1000, body)
+
+
+# %% export="bench_serve.py" tags=["hide-input"]
+@dataclass(frozen=True)
+class LoadPlan:
+    """What each round sends. `ValueError` for what cannot be sent."""
+
+    arrivals: str = "poisson"
+    rate: float = 2.0
+    num_calls: int = 50
+    mix: Mix = Mix()
+    fixed: Sequence[Call] = ()  # of a file
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("arrivals", self.arrivals, ARRIVAL_TIMES)
+        if self.arrivals == "trace" and not self.fixed:
+            raise ValueError("--arrivals trace takes its moments from --prompts FILE")
+        if self.num_calls < 1 or not self.rate > 0:
+            raise ValueError("--requests and --rate must be above 0")
+
+    def calls(self, number: int) -> list[Call]:
+        """The calls of the round with this number, the same for all servers."""
+        if self.arrivals == "trace":
+            return list(self.fixed)
+        size = len(self.fixed) or self.num_calls
+        rng = Random(f"{self.seed} {number}")
+        bodies = [call.body for call in self.fixed]
+        bodies = bodies or [self.mix.body(self.seed, number, i) for i in range(size)]
+        moments = due_times(self.arrivals, size, self.rate, rng)
+        return [Call(*pair) for pair in zip(moments, bodies, strict=True)]
+
+
+# %% [markdown]
+# An answer comes as *server-sent events*: lines `data: {...}`, each followed by an empty one,
+# comments that keep the connection alive, and at last `data: [DONE]`. Bytes arrive cut anywhere, in
+# the middle of a letter too. So lines are cut from bytes, and whole lines become text. (The other
+# way round is a trap: for `splitlines` U+2028 ends a line, for JSON it is a character like any
+# other.)
+
+
+# %% export="bench_serve.py"
+class EventReader:
+    """The data of server-sent events, from bytes that are cut anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[str] = []
+
+    def feed(self, some: bytes) -> Iterator[str]:
+        """Take bytes; the data of each event that they complete."""
+        *lines, self._rest = LINE_END.split(self._rest + some)
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value.removeprefix(b" ").decode("utf-8"))
+            elif not line and self._data:  # comments and other fields are nothing
+                yield "\n".join(self._data)
+                self._data.clear()
+
+
+LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")  # the last \r may be half of a \r\n
+
+
+def take_chunk(data: str, reply: Reply, now: Now) -> None:
+    """Enter one chunk of a stream. Raises `ServerFault` for an error event."""
+    chunk = json.loads(data)
+    _raise_error(chunk)
+    for choice in chunk.get("choices") or ():
+        part = choice.get("delta") or choice.get("message") or choice
+        if part.get("text") or part.get("content") or part.get("reasoning_content"):
+            reply.pieces_s.append(now())
+        reply.finished |= bool(choice.get("finish_reason"))
+    if usage := chunk.get("usage"):
+        details = usage.get("prompt_tokens_details") or {}
+        reply.prompt_tokens = usage.get("prompt_tokens")
+        reply.cached_tokens = details.get("cached_tokens")
+        reply.output_tokens = usage.get("completion_tokens")
+
+
+def _raise_error(answer: Mapping[str, Any], status: str = "error event") -> None:
+    if error := answer.get("error"):
+        message = error.get("message") if isinstance(error, Mapping) else error
+        raise ServerFault(f"{status}: {message}")
+
+
+# %% [markdown]
+# Whatever goes wrong has a name under which it is counted. A failure that is left out makes a
+# server look fast, and the more fail, the faster it looks.
+
+
+# %% export="bench_serve.py"
+@dataclass(frozen=True)
+class Server:
+    """An address that ends in /v1, a model's name there, and what every call adds."""
+
+    url: str
+    model: str = ""
+    api_key: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self) -> "httpx2.AsyncClient":
+        """A client without limits: who is due is sent."""
+        http = import_httpx()
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        limits = http.Limits(max_connections=None, max_keepalive_connections=None)
+        client: httpx2.AsyncClient = http.AsyncClient(
+            headers=headers, limits=limits, timeout=None
+        )
+        return client
+
+    async def ask(
+        self, client: "httpx2.AsyncClient", call: Call, reply: Reply, now: Now
+    ) -> None:
+        """Send one call and take its answer, as a stream or as a whole."""
+        path = "/chat/completions" if "messages" in call.body else "/completions"
+        body = {"model": self.model, "stream": True, **self.extra, **call.body}
+        body["stream_options"] = {"include_usage": True}
+        async with client.stream("POST", self.url + path, json=body) as answer:
+            if answer.status_code != 200:
+                raise ServerFault(_refusal(answer.status_code, await answer.aread()))
+            kind = answer.headers.get("content-type", "")
+            reply.streamed = kind.startswith("text/event-stream")
+            if not reply.streamed:
+                take_chunk((await answer.aread()).decode("utf-8"), reply, now)
+                return
+            reader = EventReader()
+            async for some in answer.aiter_bytes():
+                for data in reader.feed(some):
+                    if data != "[DONE]":
+                        take_chunk(data, reply, now)
+                    elif not reply.done_s:  # read on: the connection is used again
+                        reply.done_s, reply.finished = now(), True
+        if not reply.finished:
+            raise ServerFault("the stream ended without its end")
+
+
+def _refusal(status: int, content: bytes) -> str:
+    try:
+        _raise_error(json.loads(content), f"HTTP {status}")
+    except (ValueError, AttributeError):  # no JSON, or not an object
+        pass
+    except ServerFault as fault:
+        return str(fault)
+    return f"HTTP {status}"
+
+
+def import_httpx() -> Any:
+    """The HTTP client, an extra. `ValueError` says how to get it."""
+    try:
+        import httpx2
+    except ImportError:
+        raise ValueError(
+            "bench serve needs httpx2: pip install 'minivllm[bench]'"
+        ) from None
+    return httpx2
+
+
+# %% export="bench_serve.py" tags=["hide-input"]
+def read_url(given: str) -> str:
+    """An address as a server's API has it. `ValueError` for what is none."""
+    url = given.rstrip("/")
+    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+        raise ValueError(f"{given!r} is not an address such as http://localhost:8000")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def find_server(url: str, model: str = "", api_key: str = "", **extra: Any) -> Server:
+    """A server that answers; without a name its first model. Else `ValueError`."""
+    server = Server(read_url(url), model, api_key, extra)
+    return asyncio.run(_find_server(server))
+
+
+async def _find_server(server: Server) -> Server:
+    async with server.open() as client:
+        try:
+            async with asyncio.timeout(10):
+                answer = await client.get(f"{server.url}/models")
+            listed = answer.json()["data"] if answer.status_code == 200 else []
+            names = [each["id"] for each in listed]
+        except (TimeoutError, import_httpx().TransportError):
+            raise ValueError(f"nobody answers at {server.url}") from None
+        except (ValueError, LookupError, TypeError):
+            names = []
+    model = server.model or next(iter(names), "")
+    if not model:
+        raise ValueError(f"{server.url} does not list its models: give --model")
+    return Server(server.url, model, server.api_key, server.extra)
+
+
+def check_server(server: Server, call: Call) -> None:
+    """Send one call and wait for it. Raises `ValueError` if it fails."""
+    body = {**call.body, "max_tokens": 1}
+    (reply,) = load_server(server, [Call(0.0, body)], 60.0)
+    if reply.fault:
+        raise ValueError(f"{server.url}, model {server.model}: {reply.fault}")
+
+
+def load_server(server: Server, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
+    """Send calls over HTTP, each when it is due."""
+
+    async def run() -> list[Reply]:
+        async with server.open() as client:
+
+            async def ask(call: Call, reply: Reply, now: Now) -> None:
+                await server.ask(client, call, reply, now)
+
+            return await send_all(calls, ask, timeout_s)
+
+    return asyncio.run(run())
+
+
+# %% [markdown]
+# If `lag_s` is far from zero, the generator's own machine was the bottleneck. A server that ignores
+# `stream` has no TTFT.
+
+
+# %% export="bench_serve.py"
+def figures(replies: Sequence[Reply]) -> dict[str, float]:
+    """What one round says, by name; what nobody told is left out."""
+    good = [reply for reply in replies if not reply.fault]
+    times: dict[str, list[float]] = {
+        "ttft_s": [r.ttft_s for r in good if r.ttft_s is not None],
+        "itl_s": [b - a for r in good for a, b in pairwise(r.pieces_s)],
+        "e2e_s": [r.done_s - r.due_s for r in good],
+        "lag_s": [r.sent_s - r.due_s for r in replies],
+    }
+    told = {
+        f"{name} p{round(100 * share)}": percentile(values, share)
+        for name, values in times.items()
+        for share in (0.5, 0.9, 0.99)
+        if values
+    }
+    if good:
+        makespan_s = max(r.done_s for r in good) - min(r.due_s for r in good)
+        told["requests/s"] = len(good) / makespan_s
+        told |= _token_figures(good, makespan_s)
+    return told
+
+
+def _token_figures(good: Sequence[Reply], makespan_s: float) -> Iterator[Any]:
+    for name, rate in (("prompt", ""), ("cached", ""), ("output", "output tokens/s")):
+        counts = [getattr(reply, f"{name}_tokens") for reply in good]
+        if None not in counts:
+            yield f"{name} tokens", float(sum(counts))
+            if rate:
+                yield rate, sum(counts) / makespan_s
+
+
+# %% [markdown]
+# The rounds are trials like those above: two servers take turns, warm-ups are kept apart, ratios
+# are made round by round.
+
+
+# %% export="bench_serve.py"
+@dataclass(frozen=True)
+class ServeRow:
+    """One figure of one server over the rounds; its ratio is to the first server's."""
+
+    server: str
+    figure: str
+    median: float
+    low: float
+    high: float
+    values: Sequence[float]
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+
+
+Rounds = dict[str, list[list[Reply]]]  # of each server
+
+
+def run_rounds(
+    loads: Mapping[str, Callable[[int], list[Reply]]], repeats: int, warmups: int
+) -> tuple[Rounds, Rounds]:
+    """Load all servers in turn, every other round in reverse; warm-ups by themselves.
+
+    A load is called with the number of the round.
+    """
+    rounds: Rounds = {name: [] for name in loads}
+
+    def work(name: str) -> float:
+        rounds[name].append(loads[name](len(rounds[name])))
+        return sum(not reply.fault for reply in rounds[name][-1])
+
+    trials = {name: Trial(partial(work, name)) for name in loads}
+    measure(trials, repeats, warmups)
+    first = {name: each[:warmups] for name, each in rounds.items()}
+    return {name: each[warmups:] for name, each in rounds.items()}, first
+
+
+def count_faults(rounds: Sequence[Sequence[Reply]]) -> dict[str, int]:
+    """How many calls failed, by what went wrong."""
+    every = [reply.fault for each in rounds for reply in each if reply.fault]
+    return dict(Counter(every).most_common())
+
+
+def make_serve_rows(rounds: Rounds) -> list[ServeRow]:
+    """A row for each figure that every round of a server has."""
+    told = {name: [figures(each) for each in rounds[name]] for name in rounds}
+    first = next(iter(rounds))
+    rows = []
+    for figure in dict.fromkeys(f for each in told.values() for t in each for f in t):
+        for name, each in told.items():
+            if all(figure in t for t in each):
+                own = Measurement(tuple(t[figure] for t in each))
+                base = [t.get(figure, 0.0) for t in told[first]]
+                rows.append(_serve_row(name, figure, own, base))
+    return rows
+
+
+def _serve_row(
+    name: str, figure: str, own: Measurement, base: Sequence[float]
+) -> ServeRow:
+    plain = ServeRow(name, figure, own.median, own.low, own.high, own.values)
+    if not all(base):  # 0, or not told in every round
+        return plain
+    pairs = compare(own, Measurement(tuple(base)))
+    return ServeRow(
+        *(name, figure, own.median, own.low, own.high, own.values),
+        *(pairs.median, pairs.low, pairs.high),
+    )
+
+
+# %% export="bench_serve.py" tags=["hide-input"]
+def draw_serve_rows(rows: Sequence[ServeRow]) -> Picture:
+    """Times until the first token and the end; the coloured part is the spread."""
+    colours = dict(zip(dict.fromkeys(r.server for r in rows), STATES, strict=False))
+    shown = [r for r in rows if r.figure.startswith(("ttft_s", "e2e_s"))]
+    return draw_rows(
+        [
+            (
+                f"{row.figure}, {row.server}: {row.median:.3g} s",
+                [
+                    (0.0, row.low, "plain", ""),
+                    (row.low, row.high - row.low, colours[row.server], ""),
+                ],
+            )
+            for row in shown
+        ],
+        caption="Seconds since a call was due: up to the best round, and the spread.",
+    )
+
+
+STATES = ("published", "pinned")
 
 # %% [markdown]
 # ## One step beside transformers
@@ -2015,9 +2628,7 @@ def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
 # %% [markdown]
 # ## The command
 #
-# `minivllm bench cache` and `minivllm bench reuse` are the two experiments. The first prints
-# each row when it is measured, so that one sees it move, and keeps all of them in a record if
-# asked. A fault in what was typed, a file that cannot be written for example, is told before
+# Each experiment has its command under `minivllm bench`. A fault in what was typed is told before
 # anything is measured.
 
 # %% export="command_bench.py"
@@ -2091,8 +2702,7 @@ def cache(
 
 
 # %% [markdown]
-# A row for people: who did what, how long it took, how far the readings lie apart, and the
-# ratio with its own spread.
+# A row for people:
 
 
 # %% export="command_bench.py" tags=["hide-input"]
@@ -2141,11 +2751,161 @@ def keep(record: dict[str, Any], path: Path | None, as_json: bool) -> None:
 
 
 # %% [markdown]
+# `bench serve` takes an address, or two. A server that does not answer one short question is one
+# line and exit code 2; calls that fail later are counted, and the code is 1.
+
+# %% export="command_bench.py" tags=["hide-input"]
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+
+@app.command()
+def serve(
+    base_url: Annotated[str, typer.Option(help="The server, http://localhost:8000.")],
+    compare_url: Annotated[
+        str | None, typer.Option(help="Another one, loaded in turn with the first.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Its name; default: the first.")] = "",
+    compare_model: Annotated[str, typer.Option(help="At the other server.")] = "",
+    requests: Annotated[int, typer.Option(help="Calls in a round.")] = 50,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, burst (all at once), trace (timestamps).")
+    ] = "poisson",
+    rate: Annotated[float, typer.Option(help="poisson: calls a second.")] = 2.0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL: prompt or messages, max_tokens, timestamp (ms)."),
+    ] = None,
+    shared_words: Annotated[int, typer.Option(help="That begin all prompts.")] = 200,
+    own_words: Annotated[int, typer.Option(help="Of each call, new each round.")] = 20,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask as a chat.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of a call.")] = 32,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for all (vLLM's extension).")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Rounds that are measured.")] = 3,
+    warmups: Annotated[int, typer.Option(help="Rounds before them.")] = 1,
+    timeout_s: Annotated[float, typer.Option(help="For one call.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="Seed of moments and words.")] = 0,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="For the first server.")
+    ] = "",
+    record: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the times here.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON.")
+    ] = False,
+) -> None:
+    """An open-loop load on an OpenAI-compatible server, or on two in turn."""
+    for place in (record, svg):
+        check_place(place)
+    if repeats < 1 or warmups < 0 or not timeout_s > 0:
+        raise ValueError("--repeats and --timeout-s must be above 0")
+    mix = Mix(shared_words, own_words, chat)
+    fixed = read_calls(prompts) if prompts else ()
+    plan = LoadPlan(arrivals, rate, requests, mix, fixed, seed)
+    asked = {"base": (base_url, model, api_key)}
+    asked |= {"compare": (compare_url, compare_model, "")} if compare_url else {}
+    options: dict[str, Any]
+    facts: dict[str, Any]
+    extra: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0}
+    extra |= {"ignore_eos": True} if ignore_eos else {}
+    servers = find_servers(asked, plan, **extra)
+    loads = {n: partial(load_round, s, plan, timeout_s) for n, s in servers.items()}
+    rounds, warm = run_rounds(loads, repeats, warmups)
+    rows = make_serve_rows(rounds)
+    for line in serve_table(servers, rows, rounds, warm):
+        typer.echo(line, err=as_json)
+    options = {
+        "base_url": base_url,
+        "compare_url": [compare_url] if compare_url else [],
+    }
+    options |= {"arrivals": arrivals, "rate": rate, "requests": requests}
+    options |= {"prompts": [str(prompts)] if prompts else [], "max_tokens": max_tokens}
+    options |= {"shared_words": shared_words, "own_words": own_words}
+    options |= {"repeats": repeats, "warmups": warmups, "seed": seed}
+    facts = {"chat": chat, "ignore_eos": ignore_eos}
+    facts |= options | serve_facts(servers, rounds, warm)
+    keep(make_record(spell("serve", options), rows, **facts), record, as_json)
+    if svg is not None:
+        svg.write_text(draw_serve_rows(rows).svg(), encoding="utf-8")
+    if any(facts["faults"].values()):
+        raise typer.Exit(1)
+
+
+def find_servers(
+    asked: Mapping[str, tuple[str, str, str]], plan: LoadPlan, **extra: Any
+) -> dict[str, Server]:
+    """The servers, each of which has answered. `ValueError` for one that does not."""
+    for url, *_ in asked.values():
+        read_url(url)
+    servers = {name: find_server(*given, **extra) for name, given in asked.items()}
+    for server in servers.values():
+        check_server(server, plan.calls(0)[0])
+    return servers
+
+
+def serve_facts(
+    servers: Mapping[str, Server], rounds: Rounds, warm: Rounds
+) -> dict[str, Any]:
+    """Who was asked, how often, and what failed."""
+    return {
+        "servers": {n: {"url": s.url, "model": s.model} for n, s in servers.items()},
+        "calls": {name: sum(map(len, each)) for name, each in rounds.items()},
+        "faults": {name: count_faults(each) for name, each in rounds.items()},
+        "faults_in_warmups": {name: count_faults(each) for name, each in warm.items()},
+    }
+
+
+def load_round(
+    server: Server, plan: LoadPlan, timeout_s: float, number: int
+) -> list[Reply]:
+    """One round of one server."""
+    return load_server(server, plan.calls(number), timeout_s)
+
+
+def serve_table(
+    servers: Mapping[str, Server],
+    rows: Sequence[ServeRow],
+    rounds: Rounds,
+    warm: Rounds,
+) -> Iterable[str]:
+    """For people: who was asked, each figure with its spread, and what failed."""
+    for name, server in servers.items():
+        yield f"{name}: {server.url}, model {server.model}"
+    yield f"{'figure':<16} {'server':<8}{'median':>10}  {'spread':<24}ratio (spread)"
+    for row in rows:
+        unit = "s" if "_s " in row.figure else ""
+        middle, low, high = (in_unit(x, unit) for x in (row.median, row.low, row.high))
+        line = f"{row.figure:<16} {row.server:<8}{middle:>10}  {f'{low} to {high}':<24}"
+        if row.server != rows[0].server and row.ratio is not None:
+            line += f"{row.ratio:.2f} ({row.ratio_low:.2f} to {row.ratio_high:.2f})"
+        yield line.rstrip()
+    for name, each in rounds.items():
+        for kind, number in count_faults(each).items():
+            yield f"{name}: {number} of {sum(map(len, each))} calls failed: {kind}"
+        for kind, number in count_faults(warm[name]).items():
+            yield f"{name}: {number} calls of the warm-up failed: {kind}"
+        if any(not reply.streamed for part in each for reply in part):
+            yield f"{name}: answered without streaming, so it has no TTFT"
+        if any(
+            r.server == name and r.figure == "lag_s p99" and r.high > 0.01 for r in rows
+        ):
+            yield f"{name}: the generator was late: its machine is too slow"
+
+
+def in_unit(value: float, unit: str) -> str:
+    """A time as `quantity` has it, or a plain number."""
+    return quantity(value, unit) if unit else f"{value:,.4g}"
+
+
+# %% [markdown]
 # ## Counts first
 #
-# Before any time is believed: do all contestants do the same work? A hundredth of the loads,
-# one repeat, and the tokens that each operation found, entered or evicted. These are
-# the same on every machine.
+# Before any time is believed: do all contestants do the same work? A hundredth of the loads, one
+# repeat, and the tokens that each operation found, entered or evicted, the same on every machine:
 
 # %% name="counts"
 small = CacheBench(OWN_TREES, OWN_MANAGERS, (16,), repeats=1, scale=0.01)
@@ -2157,15 +2917,14 @@ for (load, operation), each in tokens.items():
     print(f"{load:<18} {operation:<20} {' '.join(f'{n:>7}' for n in each)}")
 
 # %% [markdown]
-# The columns are the radix tree and the hash index (in the last six rows the other way round),
-# and they agree. The `cold` and `full` requests find nothing, the `warm` ones everything. In
-# this small run a "conversation" has two turns, so a new last turn finds [512](#counts) tokens.
+# The columns are the radix tree and the hash index (in the last six rows the other way round), and
+# they agree. In this small run a "conversation" has two turns, so a new last turn finds
+# [512](#counts) tokens.
 #
 # ## The record
 #
-# The whole of it takes minutes, and wants a machine that does nothing else, so it is not run
-# with the book. Its record is kept in `figures/measured/cache.json`, and what follows is
-# read from there. The command, and under what it ran:
+# The whole takes minutes, and wants a machine that does nothing else, so what follows is read from
+# `figures/measured/cache.json`. The command, and under what it ran:
 
 # %% name="record"
 import json
@@ -2228,10 +2987,9 @@ draw_record(
 )
 
 # %% [markdown]
-# A picture tempts to read medians. The sentence that one may write depends on the spread of the
-# ratio: where it contains 1, nothing was shown. Row by row, what the guests take more or less
-# of, time or bytes. SGLang's tree is compared with ours, vLLM's requests with our hash index,
-# and the eviction from many leaves with the same engine's from few.
+# A picture tempts to read medians. What one may write depends on the spread of the ratio: where it
+# contains 1, nothing was shown. Row by row, what the guests take more or less of: SGLang's tree
+# than ours, vLLM's requests than our hash index, and eviction from many leaves than from few.
 
 # %% name="verdicts"
 
@@ -2253,12 +3011,10 @@ for row in record["rows"]:
         )
 
 # %% [markdown]
-# Two things are worth a second look. SGLang's eviction depends on the number of leaves, since
-# it makes a heap of all of them for each call; chapter 3's queue is kept from call to call. And
-# the hash index is far slower than the tree at looking up: it must compute a hash of every page
-# before it can ask for it, where the tree compares bytes.
-#
-# In this page, with a two-hundredth of the load, you can see the second for yourself:
+# SGLang's eviction depends on the number of leaves, since it makes a heap of all of them for each
+# call; chapter 3's queue is kept. And the hash index is far slower than the tree at looking up: it
+# must hash every page before it can ask for it, where the tree compares bytes. With a two-hundredth
+# of the load you can see that for yourself:
 
 # %% tags=["live"]
 from minivllm.bench import compare, measure
@@ -2513,28 +3269,26 @@ def breakdown_line(found: dict[str, Any]) -> str:
 # %% [markdown]
 # ## What these numbers do not say
 #
-# They are about a part. Whether a faster match makes a faster engine depends on what
-# else happens in a step, and the step is the thing to measure next. They are about a warm
-# part: in a server other code runs between two matches, and the first of our five answers
-# may be nearer to the truth than the median. The collector was kept away. The guests were
-# taken from their house: SGLang's match leaves putting slots together for later, vLLM's
-# hash is made so that nobody can forge a collision (ours, BLAKE2b, as well), and each carries
-# options that we do not have. And it is one machine. What travels to another are, if anything, the
-# ratios; the record says from where.
+# In a server other code runs between two matches, and the first of our five answers may be nearer
+# to the truth than the median. The collector was kept away. SGLang's match leaves putting slots
+# together for later, vLLM's hash is made so that nobody can forge a collision (ours, BLAKE2b, as
+# well), and each carries options that we do not have. And it is one machine: what travels are, if
+# anything, the ratios.
 #
 # ## Eight identical requests, measured
 #
-# So, the step. Here is a short form of the second experiment, on the real weights, with 16 output
-# tokens. It asks what is the same on every machine: what was found, what was computed, and
-# whether the tokens are those of a request alone without a cache. Of the times it asks one thing,
-# which is the policy itself: does the last request have its first word before the first one has
-# ended?
+# So, the step. A short form of the second experiment, on the real weights, with 16 output tokens,
+# asks what is the same on every machine: what was found, what was computed, and whether the tokens
+# are those of a request alone without a cache. Of the times it asks one thing: does the last
+# request have its first word before the first one has ended?
 
 # %% name="reuse-live" claims="R07 R13 R17"
 from minivllm import LLM
 
 like = load_reuse(LLM("smollm2", num_pages=1, device="cpu"), max_tokens=16)
-alone = like.run(Case())
+for each in (replace(like, prompt_ids=like.prompt_ids[::-1]), like):
+    alone = each.run(Case())
+    print(f"alone: cached {alone.cached_tokens[0]}, ttft ≈ {alone.ttfts_s[0]:.2f} s")
 for case in (
     Case(2, "step"),
     Case(2, "step", arrival="token"),
@@ -2575,14 +3329,14 @@ assert all(
 )
 
 # %% [markdown]
-# Seconds, medians of three; `cached` and `computed` are sums over the requests. A row is a group
-# of cases with the same steps, which took turns. The groups alone say something. Where somebody waits, all publications take the same steps: for identical prompts early
-# publication adds nothing to either release. Where nobody waits, `finish` takes the steps of
-# an engine without a cache. And every output of every row is the one that a
-# request gets alone.
+# Seconds, medians of three; `cached` and `computed` are sums over the requests. A row is a group of
+# cases with the same steps, and the groups alone say something. Where somebody waits, all
+# publications take the same steps: for identical prompts early publication adds nothing to either
+# release. Where nobody waits, `finish` takes the steps of an engine without a cache. And every
+# output of every row is the one that a request gets alone.
 #
-# It was not a quiet machine. One row has repeats of 53 and 11 seconds, because a neighbour came
-# by. The median of three stands one such reading, and the picture shows them all:
+# It was not a quiet machine: one row has repeats of 53 and 11 seconds. The median of three stands
+# one such reading, not two. The picture shows them all:
 
 # %% tags=["hide-input"]
 SHADES = {"none": "lost", "completion": "private", "prefill": "published"}
@@ -2634,18 +3388,17 @@ draw_bars(
 )
 
 # %% [markdown]
-# Against an engine without a cache the mean TTFT of eight requests falls from
-# [3.69](#reuse-table) to [1.26](#reuse-table) s if followers wait for the prefill, and to
-# [1.23](#reuse-table) under `schedule`. Publication after each step comes to
-# [1.81](#reuse-table), and only because a step of 512 tokens lets the requests start one after
-# the other. All that agrees with chapters 9 and 10. But look at the orange bars. With two
-# requests the article saw a worse TTFT and a *better* completion. Here both are worse. With
-# eight it saw both better. Here the TTFT has doubled.
+# Against an engine without a cache the mean TTFT of eight requests falls from [3.69](#reuse-table)
+# to [1.26](#reuse-table) s if followers wait for the prefill, and to [1.23](#reuse-table) under
+# `schedule`. Publication after each step comes to [1.81](#reuse-table), and only because a step of
+# 512 tokens lets the requests start one after the other. So far chapters 9 and 10. But look at the
+# orange bars. With two requests the article saw a worse TTFT and a *better* completion; here both
+# are worse. With eight it saw both better; here the TTFT has doubled.
 #
 # ## Two machines
 #
-# Chapter 10's machine of time was fitted to the article's GPU. The record has the median of
-# each kind of step, so chapter 8's fit gives us this machine in the same four numbers:
+# Chapter 10's machine of time was fitted to the article's GPU. Chapter 8's fit gives us this
+# machine in the same four numbers, from the record's single steps:
 
 # %% name="reuse-fit" claims="R14 R15 R18"
 from minivllm.simulation import fit_serial_prefill
@@ -2662,45 +3415,36 @@ print(f"in prefills: s = {s:.2f}, D = {D:.2f}; k = {k:.2f}")
 print("theirs:      s = 0.035, D = 2.66; k = 0.91")
 
 # %% [markdown]
-# A decode takes [7.33](#reuse-fit) prefills and not 2.66, and company costs [0.28](#reuse-fit) of
-# a step and not .91. The experiment runs on a virtual clock as well, so here are two requests under
-# three policies on both machines, each in its own prefills:
-
+# A decode takes [7.33](#reuse-fit) prefills and not 2.66, and company costs [0.28](#reuse-fit) of a
+# step and not .91. Here are two requests under three policies on both machines, on a virtual clock,
+# each in its own prefills:
 
 # %% tags=["hide-input"]
+from minivllm.timeline import Timeline
+
+
 def machine(s, D, k):
     """A prefill of 493 tokens takes 1, of 13 tokens s, a decode D."""
     token_s = (1 - s) / 480
     return SerialPrefill(1 - 493 * token_s, token_s, D / 127, k)
 
 
-def on_clock(cost):
+def on_clock(cost, make_clock=VirtualClock, observer=ignore):
     """The experiment, with time from a cost model."""
 
     def make_runner(num_pages, clock):
         return SimulatedRunner(cost, clock, 50_000, num_pages, 16)
 
     limits, ids = Limits(50_000, 8_192), range(493)
-    return Reuse(make_runner, limits, ids, make_clock=VirtualClock)
+    return Reuse(make_runner, limits, ids, make_clock=make_clock, observer=observer)
 
 
 def gantt(cost, case, label):
-    """A row for each request: it waits, computes its prompt, decodes."""
-    replay = on_clock(cost)
-    run, now, rows = replay.run(case), 0.0, {}
-    for chunks, (_, seconds) in zip(run.plan, replay.steps, strict=True):
-        for who, _, size in chunks:
-            cells = rows.setdefault(
-                who, [(0, now, "plain", "waits" if now > 1.5 else "")]
-            )
-            start, _, state, _ = cells[-1]
-            if size == 1 and state == "decoded":
-                cells[-1] = (start, now + seconds - start, state, "decodes")
-            else:
-                state = "decoded" if size == 1 else "computed"
-                cells.append((now, seconds, state, str(size) if size > 400 else ""))
-        now += seconds
-    return [(f"{label}, {who}", [c for c in rows[who] if c[1]]) for who in sorted(rows)]
+    """A row for each request: it is held, computes its prompt, decodes."""
+    clock = VirtualClock()
+    timeline = Timeline(clock)
+    on_clock(cost, lambda: clock, timeline).run(case)
+    return [(f"{label}, {who}", cells) for who, cells in timeline.rows(16)]
 
 
 THEIRS, OURS = machine(0.035, 2.66, 0.91), machine(s, D, k)
@@ -2724,11 +3468,10 @@ draw_rows(
 # company: two decodes one after the other take 2D, side by side (1 + k)D. So the last end is
 # earlier if (1 − k)D < 1 − s, which is .24 < .97 for them, and here [5.27](#reuse-conditions)
 # against [0.95](#reuse-conditions). The early release of a late request makes the slowest
-# completion longer if k > 1 − 1 / D (chapter 10), which is .91 > .62 for them, and here
-# [0.28](#reuse-fit) against [0.86](#reuse-conditions). And waiting for completion beats the
-# mean TTFT of eight lonely prefills, 4.5, if 1 + 7(D + 7s) / 8 is less:
-# [3.54](#reuse-conditions) for them, [7.73](#reuse-conditions) here. Which of the two numbers
-# is to blame? Change one at a time:
+# completion longer if k > 1 − 1 / D (chapter 10): .91 > .62 for them, here [0.28](#reuse-fit)
+# against [0.86](#reuse-conditions). And waiting for completion beats the mean TTFT of eight lonely
+# prefills, 4.5, if 1 + 7(D + 7s) / 8 is less: [3.54](#reuse-conditions) for them,
+# [7.73](#reuse-conditions) here. Which number is to blame? Change one at a time:
 
 
 # %% name="reuse-conditions"
@@ -2762,17 +3505,16 @@ for question in ("R14 ttft_s", "R15 longest_s", "R18 longest_s"):
     print(f"{question:13}", ", ".join(found))
 
 # %% [markdown]
-# With our D their eight requests have the worse TTFT ([+46](#reuse-conditions) %), with our k
-# they keep the better one. With our k the completion of two gets worse and that of the late
-# request better; with our D neither turns. So D decides whether a decode is worth waiting for,
-# and k whether company is worth avoiding. Both come from what a step reads. A decode step of
-# SmolLM2 in float32 reads half a gigabyte of weights, for one request or for eight: it takes
-# long beside a prefill, which reads them once for 493 tokens, and a companion costs little more
-# than its own keys and values. On the article's GPU, whose weights have 4 bits, the weights
-# cannot be what a step spends its time on, or a second request would ride along. What else it
-# is, these measurements do not say.
+# With our D their eight requests have the worse TTFT ([+46](#reuse-conditions) %), with our k they
+# keep the better one. With our k the completion of two gets worse and that of the late request
+# better; with our D neither turns. So D decides whether a decode is worth waiting for, and k
+# whether company is worth avoiding. A decode step of SmolLM2 in float32 reads half a gigabyte of
+# weights, for one request or for eight: it takes long beside a prefill, which reads them once for
+# 493 tokens, and a companion costs little more than its own keys and values. On the article's GPU,
+# whose weights have 4 bits, a step must spend its time on something else, or a second request would
+# ride along. On what, these measurements do not say.
 #
-# Now the model's predictions against the runs, of which it has seen nothing but single steps:
+# The model has seen single steps only. Its predictions against the runs:
 
 
 # %% name="reuse-signs" claims="R08 R14 R15 R17 R18"
@@ -2799,14 +3541,13 @@ for (question, pair), words in zip(asked.items(), said, strict=True):
 
 # %% [markdown]
 # Where a sign was shown, the fitted model has it. For the slowest of eight it says
-# [-6](#reuse-signs) %, and the pairs range from [-7 to +22](#reuse-signs). It is
-# off in size where waiting competes with lonely prefills: it charges a step that carries decodes
-# and a prefill for both in full (chapter 8), so it makes those who do not wait slower than they
-# are. And the signs that are not the article's are the ones that D and k turn.
+# [-6](#reuse-signs) %, and the pairs range from [-7 to +22](#reuse-signs). It is off in size where
+# waiting competes with lonely prefills: it charges a step for decodes and a prefill in full
+# (chapter 8), so those who do not wait seem slower than they are.
 #
-# Early release survives the change of machine. It reuses the same tokens, its TTFT is lower,
-# and here it is free: the slowest completion of the late request gets shorter, by
-# [35](#reuse-signs) % and not longer by 14.
+# Early release survives the change of machine. It reuses the same tokens, its TTFT is lower, and
+# here it is free: the slowest completion gets shorter, by [35](#reuse-signs) % and not longer by
+# 14.
 #
 # ## The moment before the first token
 #
@@ -2824,17 +3565,17 @@ for waits in ("completion", "prefill"):
     print(f"{waits}: {len(plans)} plan")
 
 # %% [markdown]
-# With the token in the caller's hand the first flight is closed, and under early release the
-# second request opens its own: [2](#reuse-late) flights. A moment earlier the flight is open,
-# so it follows in that one, and is let go in the same step. Then there is [1](#reuse-late)
-# flight, and the steps are the same, to the token. So the explanation of the article (the first
-# flight was closed, the second opened another) describes what happens, and is not needed for
-# it. The two decode together because the second was *released*, from whichever flight.
+# With the token in the caller's hand the first flight is closed, and under early release the second
+# request opens its own: [2](#reuse-late) flights. A moment earlier it follows in the flight that is
+# open, and is let go in the same step: [1](#reuse-late) flight, and the same steps, to the token.
+# So the explanation of the article (the first flight was closed, the second opened another)
+# describes what happens, and is not needed for it. The two decode together because the second was
+# *released*, from whichever flight.
 #
 # ## Beside transformers
 #
-# And somebody else's engine. The first words are over after a few steps, so a second record has
-# them by themselves: 16 output tokens, seven repeats, one and eight requests.
+# The first words are over after a few steps, so a second record has them by themselves: 16 output
+# tokens, seven repeats, one and eight requests.
 
 # %% name="reuse-first-words"
 first_words = json.loads(
@@ -2889,24 +3630,95 @@ draw_rows(
 )
 
 # %% [markdown]
-# The first of eight words comes on average after [1.17](#reuse-first-words) s under `schedule`,
-# and [1.23](#reuse-first-words) s with release after prefill: [1.30](#reuse-first-words) and
+# The first of eight words comes on average after [1.17](#reuse-first-words) s under `schedule`, and
+# [1.23](#reuse-first-words) s with release after prefill: [1.30](#reuse-first-words) and
 # [1.33](#reuse-first-words) times what one request waits alone, and [0.16](#reuse-first-words)
-# times what transformers takes for the batch. That is no race between equals. A static batch
-# cannot do otherwise than compute eight prompts, and without a cache we take
-# [4.30](#reuse-first-words) s, because we hand out first words one by one. The gain is the work
-# that is not done, and little else.
+# times what transformers takes for the batch. That is no race between equals: a static batch must
+# compute eight prompts. Without a cache we take [4.30](#reuse-first-words) s, because we hand out
+# first words one by one. The gain is the work that is not done, and little else.
 #
-# If time went by tokens, 584 beside 493 would be 1.18. We pay more. In one profile of the
-# step with seven suffixes the matrix products take little more than half of the time, and a third
-# goes to attention: each of seven short chunks gathers the keys and values of 480 tokens for
-# itself, in every layer, although they are the same pages. The page tables know it, and our
-# attention asks them only for requests that decode, with one new token each
-# ([chapter 5](05_model.md)).
+# If time went by tokens, 584 beside 493 would be 1.18. We pay more. In one profile of the step with
+# seven suffixes the matrix products take little more than half of the time, and a third goes to
+# attention: each of seven short chunks gathers the keys and values of 480 tokens for itself, in
+# every layer, although they are the same pages. The page tables know it, and our attention asks
+# them only for requests that decode, with one new token each ([chapter 5](05_model.md)).
 #
-# What was measured is one prompt, one model, two cores, and a machine with neighbours. The
-# signs have reasons that can be checked on yours: two timings, of one decode step and of a
-# prefill, give D; a third, of two requests in a step, gives k.
+# All this is one prompt, one model, two cores, and neighbours. On your machine three timings tell
+# the signs: a decode step and a prefill give D, two requests in a step give k.
+
+# %% [markdown]
+# ## What is a hit?
+#
+# Here are 46 prompts of 320 tokens in pairs, whose second shares one page with its first. Then 25,
+# of which two share a page, in pools that get smaller; those who are preempted find their own pages
+# when they return.
+
+# %% name="hits"
+from minivllm.events import EventLog
+
+
+def serve_prompts(prompts, num_pages):
+    """The first prompt alone, the others at once; counts, and what admissions found."""
+    clock, log = VirtualClock(), EventLog()
+    runner = SimulatedRunner(THEIRS, clock, 50_000, num_pages, 16)
+    options, limits = read_options({}), Limits(50_000, 8_192)
+    engine = assemble(options, num_pages, runner, limits, log, clock=clock)
+    for i, ids in enumerate(prompts):
+        engine.submit(ids, SamplingParams(max_tokens=100))
+        if i % 2 == 0:
+            engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    return engine.stats(), [event.details["cached"] for event in log.of("admit")]
+
+
+def make_prompts(number, num_pairs):
+    rng = Random("hits")
+    prompts = [[rng.randrange(50_000) for _ in range(320)] for _ in range(number)]
+    for i in range(num_pairs):
+        prompts[2 * i + 1][:16] = prompts[2 * i][:16]
+    return prompts
+
+
+told, _ = serve_prompts(make_prompts(46, 23), 2_000)
+print(f"{told['lookups']} lookups, {told['hits']} hits:", end=" ")
+print(f"{told['hits'] / told['lookups']:.0%} of the requests,", end=" ")
+print(f"{told['cached_tokens'] / told['queried_tokens']:.1%} of the tokens")
+for num_pages in (700, 130, 100, 70):
+    told, found = serve_prompts(make_prompts(25, 1), num_pages)
+    rate = told["cached_tokens"] / told["queried_tokens"]
+    print(
+        f"{num_pages:3} pages: {told['preemptions']:2} preemptions, "
+        f"{told['recomputed_tokens']:4} tokens recomputed, hit rate {rate:.1%}, "
+        f"if returns counted as well {sum(found) / (320 * len(found)):.1%}"
+    )
+
+# %% [markdown]
+# Half of the requests hit, and [2.5](#hits) % of the tokens do: the second number is the work. And if
+# returns are counted, [0.2](#hits) % becomes [43.8](#hits), the higher the smaller the memory. A
+# page that is found again by the request that computed it has saved nobody anything: it is what is
+# left of work that was lost. So `cached_tokens` counts first admissions, and `recomputed_tokens` the
+# loss. vLLM's hit counters and SGLang's rate leave returns out as well.
+#
+# The reverse exists too: fast, and zero cached tokens. The first two prompts on our model, above,
+# had nothing in common and found nothing; if the second was faster, another cache was warm: code,
+# memory, a file, in a server the connection. A quick answer proves no reuse. The count does, and
+# `bench serve` asks for it.
+#
+# Here is what the counts are called in vLLM 0.32.0 (Prometheus adds `_total` to its counters) and
+# SGLang 0.5.23:
+#
+# | here | vLLM | SGLang |
+# |---|---|---|
+# | `running`, `waiting` | `vllm:num_requests_running`, `…_waiting` | `sglang:num_running_reqs`, `num_queue_reqs` |
+# | `queried_tokens` | `vllm:prefix_cache_queries` | – |
+# | `cached_tokens` | `vllm:prefix_cache_hits` | `sglang:cached_tokens_total`; `cache_hit_rate` is of the last report |
+# | `preemptions` | `vllm:num_preemptions` | `sglang:num_retracted_requests_total` |
+# | `evicted_tokens` | – | `sglang:evicted_tokens_total` |
+# | pages private or pinned, share | `vllm:kv_cache_usage_perc` | `sglang:token_usage` |
+# | `ttft_s` | `vllm:time_to_first_token_seconds` | `sglang:time_to_first_token_seconds` |
+# | `itl_s` | `vllm:inter_token_latency_seconds` | `sglang:inter_token_latency_seconds` |
+# | `e2e_s` | `vllm:e2e_request_latency_seconds` | `sglang:e2e_request_latency_seconds` |
 
 # %% [markdown]
 # ## Exercises
@@ -2968,11 +3780,10 @@ assert tree.cache.total_size == grown + 4 * 2048
 # %% [markdown]
 # ### Exercise 3
 #
-# For eight requests release at completion has the worse mean TTFT on this machine. But what a
-# follower waits for hardly grows with their number, and alone everyone waits for all prefills
-# before its own. From how many requests on does waiting win? First on paper, with a prefill as
-# the unit: alone the mean is (N + 1) / 2, waiting it is 1 + (N − 1)(D + (N − 1)s) / N. Then let
-# `on_clock(OURS)` look for it.
+# What a follower waits for hardly grows with their number; alone, everyone waits for all prefills
+# before its own. From how many requests on does release at completion have the better mean TTFT
+# here? First on paper, with a prefill as the unit: alone the mean is (N + 1) / 2, waiting it is 1 +
+# (N − 1)(D + (N − 1)s) / N. Then let `on_clock(OURS)` look for it.
 
 # %% tags=["solution"] name="reuse-turn"
 numbers = range(2, 40)

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (046645bd): edit the chapter.
+# Exported from chapters/15_measuring.py (ec9ce931): edit the chapter.
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
 
 When does a page become visible, who waits for it, and for how long? The same prompt is
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from minivllm.batch import Chunk
 from minivllm.bench import Spread, Trial, measure, nothing
 from minivllm.engine import Clock, Engine, Limits, Runner, WallClock
+from minivllm.events import Observer, ignore
 from minivllm.options import CHOICES, assemble, check_choice, read_options
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.simulation import (
@@ -101,6 +102,7 @@ class Reuse:
     page_size: int = 16
     max_batch_tokens: int = 512
     make_clock: Callable[[], Clock] = WallClock
+    observer: Observer = ignore
     steps: list[tuple[Work, float]] = field(default_factory=list)
 
     def make_engine(self, case: Case) -> Engine:
@@ -115,7 +117,8 @@ class Reuse:
         num_pages, clock = case.num_requests * -(-footprint // size), self.make_clock()
         runner = Watched(self.make_runner(num_pages, clock), clock)
         chosen = read_options(options)
-        return assemble(chosen, num_pages, runner, self.limits, clock=clock)
+        parts = (chosen, num_pages, runner, self.limits, self.observer)
+        return assemble(*parts, clock=clock)
 
     def run(self, case: Case) -> Outcome:
         """Send the requests when they are due, and step to the end."""

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (cdff93a3): edit the chapter.
+# Exported from chapters/14_llm.py (5ab5f411): edit the chapter.
 """The command line: what all commands share, and `minivllm generate`."""
 
 import json
@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from importlib import import_module
@@ -31,6 +31,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, no bars.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write what happened, and when, to this file (for Perfetto)."),
+]
 
 if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
     from minivllm.llm import LLM
@@ -74,7 +78,9 @@ MODEL = "smollm2, a folder, a .gguf file or a hub id."
 Command = Callable[..., None]
 
 
-def with_options(**defaults: Any) -> Callable[[Command], Command]:
+def with_options(
+    leave_out: Container[str] = (), **defaults: Any
+) -> Callable[[Command], Command]:
     """Let a command's `**options` take model, sampling and engine, and `--config`.
 
     `defaults` are those of this command where they are not the usual ones.
@@ -86,8 +92,9 @@ def with_options(**defaults: Any) -> Callable[[Command], Command]:
         own.append(_parameter("config", Path | None, None, CONFIG))
         rows = [("model", str, "smollm2", MODEL), *documented()]
         for name, kind, usual, words in rows:
-            default = defaults.get(name, usual)
-            own.append(_parameter(name, kind, default, _option(name, words)))
+            if name not in leave_out:
+                default = defaults.get(name, usual)
+                own.append(_parameter(name, kind, default, _option(name, words)))
         public = signed.replace(parameters=own)
         command.__signature__ = public  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in own}
@@ -120,13 +127,15 @@ def sampling_of(options: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{n: options[n] for n in SAMPLING if n in options})
 
 
-def open_llm(options: dict[str, Any], as_json: bool) -> "LLM":
+def open_llm(
+    options: dict[str, Any], as_json: bool, trace: Path | None = None
+) -> "LLM":
     """The model and the engine that a command's options describe."""
     chosen = {each.name: options[each.name] for each in fields(EngineOptions)}
     EngineOptions(**chosen)
     from minivllm.llm import LLM  # torch begins here
 
-    return LLM(options["model"], progress=not as_json, **chosen)
+    return LLM(options["model"], trace=trace, progress=not as_json, **chosen)
 
 
 @app.callback()
@@ -141,16 +150,17 @@ def generate(
         list[str], typer.Option(help="Text to continue; repeat for more.")
     ],
     as_json: AsJson = False,
+    trace: Trace = None,
     **options: Any,
 ) -> None:
     """Continue one or more prompts."""
     params = sampling_of(options)
-    with open_llm(options, as_json) as llm:
+    with open_llm(options, as_json, trace) as llm:
         outputs = llm.generate(prompt, params)
-    for output in outputs:
-        metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
-        told = {"metrics": metrics, "why": output.reuse and str(output.reuse)}
-        show(asdict(output) | told, as_json)
+        for output in outputs:
+            metrics = {"ttft_s": output.metrics.ttft_s, "e2e_s": output.metrics.e2e_s}
+            told = {"metrics": metrics, "why": output.reuse and str(output.reuse)}
+            show(asdict(output) | told, as_json)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(1)
 

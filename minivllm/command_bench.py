@@ -1,9 +1,10 @@
-# Exported from chapters/15_measuring.py (20133ee6): edit the chapter.
+# Exported from chapters/15_measuring.py (2371daef): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,23 @@ from minivllm.bench_reuse import (
     load_reuse,
     make_cases,
     record_reuse,
+)
+from minivllm.bench_serve import (
+    LoadPlan,
+    Mix,
+    Reply,
+    Rounds,
+    Server,
+    ServeRow,
+    check_server,
+    count_faults,
+    draw_serve_rows,
+    find_server,
+    load_server,
+    make_serve_rows,
+    read_calls,
+    read_url,
+    run_rounds,
 )
 from minivllm.cli import SCHEMA_VERSION
 from minivllm.options import read_options
@@ -125,6 +143,148 @@ def keep(record: dict[str, Any], path: Path | None, as_json: bool) -> None:
         typer.echo(json.dumps(whole))
     if path is not None:  # last: if it fails, nothing is lost
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def serve(
+    base_url: Annotated[str, typer.Option(help="The server, http://localhost:8000.")],
+    compare_url: Annotated[
+        str | None, typer.Option(help="Another one, loaded in turn with the first.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Its name; default: the first.")] = "",
+    compare_model: Annotated[str, typer.Option(help="At the other server.")] = "",
+    requests: Annotated[int, typer.Option(help="Calls in a round.")] = 50,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, burst (all at once), trace (timestamps).")
+    ] = "poisson",
+    rate: Annotated[float, typer.Option(help="poisson: calls a second.")] = 2.0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL: prompt or messages, max_tokens, timestamp (ms)."),
+    ] = None,
+    shared_words: Annotated[int, typer.Option(help="That begin all prompts.")] = 200,
+    own_words: Annotated[int, typer.Option(help="Of each call, new each round.")] = 20,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask as a chat.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of a call.")] = 32,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for all (vLLM's extension).")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Rounds that are measured.")] = 3,
+    warmups: Annotated[int, typer.Option(help="Rounds before them.")] = 1,
+    timeout_s: Annotated[float, typer.Option(help="For one call.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="Seed of moments and words.")] = 0,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="For the first server.")
+    ] = "",
+    record: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the times here.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON.")
+    ] = False,
+) -> None:
+    """An open-loop load on an OpenAI-compatible server, or on two in turn."""
+    for place in (record, svg):
+        check_place(place)
+    if repeats < 1 or warmups < 0 or not timeout_s > 0:
+        raise ValueError("--repeats and --timeout-s must be above 0")
+    mix = Mix(shared_words, own_words, chat)
+    fixed = read_calls(prompts) if prompts else ()
+    plan = LoadPlan(arrivals, rate, requests, mix, fixed, seed)
+    asked = {"base": (base_url, model, api_key)}
+    asked |= {"compare": (compare_url, compare_model, "")} if compare_url else {}
+    options: dict[str, Any]
+    facts: dict[str, Any]
+    extra: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0}
+    extra |= {"ignore_eos": True} if ignore_eos else {}
+    servers = find_servers(asked, plan, **extra)
+    loads = {n: partial(load_round, s, plan, timeout_s) for n, s in servers.items()}
+    rounds, warm = run_rounds(loads, repeats, warmups)
+    rows = make_serve_rows(rounds)
+    for line in serve_table(servers, rows, rounds, warm):
+        typer.echo(line, err=as_json)
+    options = {
+        "base_url": base_url,
+        "compare_url": [compare_url] if compare_url else [],
+    }
+    options |= {"arrivals": arrivals, "rate": rate, "requests": requests}
+    options |= {"prompts": [str(prompts)] if prompts else [], "max_tokens": max_tokens}
+    options |= {"shared_words": shared_words, "own_words": own_words}
+    options |= {"repeats": repeats, "warmups": warmups, "seed": seed}
+    facts = {"chat": chat, "ignore_eos": ignore_eos}
+    facts |= options | serve_facts(servers, rounds, warm)
+    keep(make_record(spell("serve", options), rows, **facts), record, as_json)
+    if svg is not None:
+        svg.write_text(draw_serve_rows(rows).svg(), encoding="utf-8")
+    if any(facts["faults"].values()):
+        raise typer.Exit(1)
+
+
+def find_servers(
+    asked: Mapping[str, tuple[str, str, str]], plan: LoadPlan, **extra: Any
+) -> dict[str, Server]:
+    """The servers, each of which has answered. `ValueError` for one that does not."""
+    for url, *_ in asked.values():
+        read_url(url)
+    servers = {name: find_server(*given, **extra) for name, given in asked.items()}
+    for server in servers.values():
+        check_server(server, plan.calls(0)[0])
+    return servers
+
+
+def serve_facts(
+    servers: Mapping[str, Server], rounds: Rounds, warm: Rounds
+) -> dict[str, Any]:
+    """Who was asked, how often, and what failed."""
+    return {
+        "servers": {n: {"url": s.url, "model": s.model} for n, s in servers.items()},
+        "calls": {name: sum(map(len, each)) for name, each in rounds.items()},
+        "faults": {name: count_faults(each) for name, each in rounds.items()},
+        "faults_in_warmups": {name: count_faults(each) for name, each in warm.items()},
+    }
+
+
+def load_round(
+    server: Server, plan: LoadPlan, timeout_s: float, number: int
+) -> list[Reply]:
+    """One round of one server."""
+    return load_server(server, plan.calls(number), timeout_s)
+
+
+def serve_table(
+    servers: Mapping[str, Server],
+    rows: Sequence[ServeRow],
+    rounds: Rounds,
+    warm: Rounds,
+) -> Iterable[str]:
+    """For people: who was asked, each figure with its spread, and what failed."""
+    for name, server in servers.items():
+        yield f"{name}: {server.url}, model {server.model}"
+    yield f"{'figure':<16} {'server':<8}{'median':>10}  {'spread':<24}ratio (spread)"
+    for row in rows:
+        unit = "s" if "_s " in row.figure else ""
+        middle, low, high = (in_unit(x, unit) for x in (row.median, row.low, row.high))
+        line = f"{row.figure:<16} {row.server:<8}{middle:>10}  {f'{low} to {high}':<24}"
+        if row.server != rows[0].server and row.ratio is not None:
+            line += f"{row.ratio:.2f} ({row.ratio_low:.2f} to {row.ratio_high:.2f})"
+        yield line.rstrip()
+    for name, each in rounds.items():
+        for kind, number in count_faults(each).items():
+            yield f"{name}: {number} of {sum(map(len, each))} calls failed: {kind}"
+        for kind, number in count_faults(warm[name]).items():
+            yield f"{name}: {number} calls of the warm-up failed: {kind}"
+        if any(not reply.streamed for part in each for reply in part):
+            yield f"{name}: answered without streaming, so it has no TTFT"
+        if any(
+            r.server == name and r.figure == "lag_s p99" and r.high > 0.01 for r in rows
+        ):
+            yield f"{name}: the generator was late: its machine is too slow"
+
+
+def in_unit(value: float, unit: str) -> str:
+    """A time as `quantity` has it, or a plain number."""
+    return quantity(value, unit) if unit else f"{value:,.4g}"
 
 
 @app.command()

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (0ae8d515): edit the chapter.
+# Exported from chapters/14_llm.py (55adcbf7): edit the chapter.
 """The command `minivllm chat`: a conversation that streams."""
 
 import json
@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minivllm.cli import SCHEMA_VERSION, AsJson, open_llm, sampling_of, with_options
+from minivllm.cli import (
+    SCHEMA_VERSION,
+    AsJson,
+    Trace,
+    open_llm,
+    sampling_of,
+    with_options,
+)
 from minivllm.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,13 +34,14 @@ def chat(
         str | None, typer.Option(help="What the model is told first.")
     ] = None,
     as_json: AsJson = False,
+    trace: Trace = None,
     **options: Any,
 ) -> None:
     """Talk with the model; or answer the lines of stdin, one turn each."""
     params = sampling_of(options)
     if params.n > 1:
         raise ValueError("a chat has one answer: --n must be 1")
-    with open_llm(options, as_json) as llm:
+    with open_llm(options, as_json, trace) as llm:
         talk(llm, params, system, as_json)
 
 

@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (6572d711): edit the chapter.
+# Exported from chapters/07_engine.py (e4219e4c): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -217,6 +217,7 @@ class Engine:
         clock: Clock | None = None,
         writers: Callable[[TokenIds, SamplingParams], Writer] | None = None,
         observer: Observer = ignore,
+        streams: bool = True,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -227,6 +228,7 @@ class Engine:
         self.writers = writers or (lambda prompt_ids, params: NoText())
         self.observer = observer
         self.explain: Callable[[RequestState], Any] = lambda state: None
+        self.streams = streams  # else a request is reported once, when it has ended
         self._live: dict[str, Progress] = {}  # continuations that have not ended
         self._requests: dict[str, list[Progress]] = {}  # those with one that is live
         self._untold: dict[str, list[Progress]] = {}  # with an end not reported yet
@@ -314,14 +316,17 @@ class Engine:
         state, request = progress.state, progress.state.request
         request_id, ids = request.request_id, request.prompt_token_ids
         self._live[request_id] = progress
-        role = self._coordinator(progress).admit(request_id, ids, request.extra_key)
+        coordinator, leader = self._coordinator(progress), None
+        role = coordinator.admit(request_id, ids, request.extra_key)
         progress.held = role == "follower"
         if not progress.held:
             self.scheduler.add(state)
-        elif leader := self.coordinator.leader_of(request_id):
+        elif leader := coordinator.leader_of(request_id):
             leading = self._live[leader].state  # all of _hasten would be quadratic
             self.scheduler.set_priority(leading, min(leading.priority, state.priority))
-        self.observer("submit", request_id=request_id, held=progress.held)
+        if self.observer is not ignore:
+            told = {"held": progress.held, "leader": leader, "num_prompt": len(ids)}
+            self.observer("submit", request_id=request_id, **told)
 
     def _coordinator(self, progress: Progress) -> Coordinator:
         """Who looks nothing up waits for nobody, and nobody waits for it."""
@@ -359,7 +364,10 @@ class Engine:
 
     def _report(self, advanced: Sequence[Progress]) -> list[RequestOutput]:
         """Their outputs, and those of all that ended untold; then these are told."""
-        names = [p.name for p in advanced if p.name in self._requests]
+        if self.observer is not ignore:
+            self.observer("step", **self.scheduler.cache.stats())
+        streamed = advanced if self.streams else ()
+        names = [p.name for p in streamed if p.name in self._requests]
         told = self._untold | {name: self._requests[name] for name in names}
         outputs = [self._output(family) for family in told.values()]
         self._untold = {}
@@ -482,7 +490,9 @@ class Engine:
         coordinator = self._coordinator(progress)
         with self._change():
             progress.finish_reason = reason
-            if not progress.held:
+            if progress.held:
+                self.observer("finish", request_id=request_id, reason=reason)
+            else:
                 self.scheduler.finish(progress.state, reason)
             leader = coordinator.leader_of(request_id)
             heir, released = coordinator.aborted(request_id)
@@ -540,6 +550,8 @@ class Engine:
         self.coordinator.start_over()
         for progress in chain.from_iterable(self._requests.values()):
             progress.finish_reason = progress.finish_reason or "error"
+        for request_id in self._live:
+            self.observer("finish", request_id=request_id, reason="error")
         self._untold |= self._requests
         self._requests, self._live = {}, {}
         self._cut_short = False

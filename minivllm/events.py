@@ -1,4 +1,4 @@
-# Exported from chapters/04_pages.py (92d9977a): edit the chapter.
+# Exported from chapters/04_pages.py (e6c83def): edit the chapter.
 """What happened, in order: the one way to look into a running engine."""
 
 from collections import deque
@@ -18,6 +18,18 @@ class Observer(Protocol):
 
 def ignore(kind: str, /, **details: object) -> None:
     """The observer that does nothing."""
+
+
+def both(one: Observer, other: Observer) -> Observer:
+    """An observer that tells two, and the other one itself where one is `ignore`."""
+    if ignore in (one, other):
+        return other if one is ignore else one
+
+    def tell(kind: str, /, **details: object) -> None:
+        one(kind, **details)
+        other(kind, **details)
+
+    return tell
 
 
 @dataclass(slots=True)

@@ -1,11 +1,12 @@
-# Exported from chapters/14_llm.py (2d67e198): edit the chapter.
+# Exported from chapters/14_llm.py (c7b51c9d): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from html import escape
@@ -19,13 +20,15 @@ from tokenizers import Tokenizer
 
 from minivllm.chat import Message, as_conversations, load_template
 from minivllm.engine import Engine, Limits, NoText, Writer
-from minivllm.events import Observer, ignore
-from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint, progress_bar
+from minivllm.events import Observer, both, ignore
+from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
 from minivllm.options import EngineOptions, assemble, read_options
+from minivllm.progress import progress_bar
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import Backend, ModelRunner
 from minivllm.sampling import Sampler
+from minivllm.timeline import Timeline, check_trace_place
 from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
 
 
@@ -91,7 +94,9 @@ class LLM:
 
     `model` is `smollm2`, a folder, a .gguf file or a hub id; options are those of
     `EngineOptions`, and vLLM's names for them. The observer is told of every transition
-    (see `EventLog`). `progress` False draws no bars. `ValueError` names a fault.
+    (see `EventLog`). `trace` names a file for a `Timeline`, written when the LLM is
+    closed, or when Python ends. `progress` False draws no bars. `ValueError` names a
+    fault.
     """
 
     def __init__(
@@ -99,10 +104,13 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         observer: Observer = ignore,
+        trace: str | Path | None = None,
         progress: bool = True,
         **options: Any,
     ) -> None:
         self.options = chosen = read_options(options)
+        if trace is not None:
+            check_trace_place(Path(trace))
         self.model, self.progress = model, progress
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
@@ -118,9 +126,17 @@ class LLM:
         backend = choose_backend(chosen.kernels, device, dtype)
         runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
-        self._engine: Engine | None = assemble(
-            chosen, num_pages, runner, limits, observer, writers=self._writer
-        )
+        observer = both(observer, self._start_trace(trace))
+        parts = (chosen, num_pages, runner, limits, observer, self._decode)
+        self._engine: Engine | None = assemble(*parts, writers=self._writer)
+
+    def _start_trace(self, trace: str | Path | None) -> Observer:
+        self._end_trace: Callable[[], object] = lambda: None
+        if trace is None:
+            return ignore
+        timeline = Timeline()
+        self._end_trace = weakref.finalize(self, timeline.write, Path(trace))
+        return timeline
 
     def _runner(
         self, decoder: Decoder, num_pages: int, backend: Backend
@@ -139,6 +155,11 @@ class LLM:
             return NoText()
         return TextWriter(self.tokenizer, prompt_ids, params)
 
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode([*token_ids], skip_special_tokens=False))
+
     @property
     def engine(self) -> Engine:
         """The engine at work. Raises `ValueError` once the LLM is closed."""
@@ -147,11 +168,12 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """End whatever runs, and free the weights and the K/V memory."""
+        """End whatever runs, free the weights and the K/V memory, write the trace."""
         self._end_all()
         self._engine = None
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no CUDA
+        self._end_trace()
 
     def __enter__(self) -> Self:
         return self
@@ -335,7 +357,7 @@ class Outputs(list[RequestOutput]):
     """The outputs of one call; a notebook shows them as a table."""
 
     def _repr_html_(self) -> str:
-        head = ("prompt", "answer", "cached", "computed", "new", "ended by")
+        head = ("prompt", "answer", "cached", "computed", "why", "new", "ended by")
         return _table([head, *(row for output in self for row in _rows_of(output))])
 
 
@@ -344,8 +366,8 @@ def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
     prompt = output.prompt or f"{size} token ids"
     shown = prompt if len(prompt) <= 80 else f"{prompt[:38]} … {prompt[-38:]}"
     for each in output.outputs:
-        new, reason = len(each.token_ids), each.finish_reason
-        yield shown, each.text, cached, size - cached, new, reason
+        why, new = output.reuse and output.reuse.why, len(each.token_ids)
+        yield shown, each.text, cached, size - cached, why, new, each.finish_reason
 
 
 def _table(rows: Iterable[Iterable[object]]) -> str:

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (a4538f66): edit the chapter.
+# Exported from chapters/14_llm.py (61df9fbd): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +14,7 @@ from minivllm.engine import (
     Runner,
 )
 from minivllm.events import Observer, ignore
+from minivllm.explain import Decode, explain, no_text
 from minivllm.grouping import TIERS, LongestPrefix, SharedPrefix, check_tiers
 from minivllm.prefix_cache import INDEXES, PrefixCache
 from minivllm.publication import Announcements, PublishPrompt
@@ -52,6 +53,7 @@ COUNTS = (
     "max_running",
     "max_batch_tokens",
     "wait_for_prefix",
+    "explain_tokens",
 )
 
 
@@ -94,6 +96,10 @@ class EngineOptions:
     dtype: str = option("auto", "Number format of weights and K/V.")
     kernels: str = option("auto", "Who computes a layer; numba is for CPUs.")
     seed: int = option(0, "Seed for requests that give none.")
+    explain: bool = option(True, "Say why so much of a prompt was reused, no more.")
+    explain_tokens: int | None = option(
+        None, "Tokens to remember for that; none: twice the K/V memory."
+    )
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -109,6 +115,8 @@ class EngineOptions:
                 "late: choose another, or single_flight='prefill'"
             )
         check_tiers(self.tiers)
+        if type(self.explain) is not bool:
+            raise ValueError(f"explain must be True or False, not {self.explain!r}")
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         if str(self.device).split(":")[0] not in DEVICES:
@@ -183,9 +191,13 @@ def assemble(
     runner: Runner,
     limits: Limits,
     observer: Observer = ignore,
+    decode: Decode = no_text,
     **seams: Any,
 ) -> Engine:
-    """The engine that the options describe; `seams` are passed on to `Engine`."""
+    """The engine that the options describe; `seams` are passed on to `Engine`.
+
+    `decode` makes text of token ids, for explanations.
+    """
     cache = PrefixCache(
         num_pages, options.page_size, options.index, options.eviction, observer
     )
@@ -203,7 +215,7 @@ def assemble(
         scheduler.grouping = WaitForPrefix(scheduler, options.wait_for_prefix)
     publisher = PUBLISHERS[options.publish]()
     release = options.single_flight if options.index != "none" else "none"
-    return Engine(
+    engine = Engine(
         runner,
         scheduler,
         limits,
@@ -212,6 +224,9 @@ def assemble(
         observer=observer,
         **seams,
     )
+    if options.explain:
+        explain(engine, options.publish, decode, options.explain_tokens)
+    return engine
 
 
 def _grouping(

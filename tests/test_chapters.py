@@ -17,8 +17,8 @@ MACHINERY = [*sorted((ROOT / "chapters").glob("[a-z]*.py")), ROOT / "conftest.py
 CONTROL_PLANE = [
     *("request", "hashing", "radix", "pages", "prefix_cache", "batch", "drawing"),
     *("scheduler", "engine", "events", "simulation", "publication", "single_flight"),
-    *("grouping", "explain", "bench", "bench_cache", "bench_reuse", "peers"),
-    *("progress", "workloads", "replay", "roofline"),
+    *("grouping", "explain", "timeline", "bench", "bench_cache", "bench_reuse"),
+    *("peers", "bench_serve", "progress", "workloads", "replay", "roofline"),
 ]
 NOT_CORE = ("server", "metrics", "cluster", "kernels/")  # of the 3,500 lines
 

@@ -581,7 +581,7 @@ def test_nothing_is_observed_unless_asked_for():
     assert engine.observer is engine.scheduler.observer is cache.observer is ignore
     log = EventLog(capacity=5)
     ask(make_engine(log=log), range(12), max_tokens=9)
-    assert len(log.events) == 5 and log.events[-1].kind == "finish"
+    assert len(log.events) == 5 and log.events[-1].kind == "step"
 
 
 # ---- The coordinator's seam ----------------------------------------------------------

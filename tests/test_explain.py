@@ -68,7 +68,7 @@ class Log:
 
     # Who waits, and why
 
-    def on_submit(self, request_id, held):
+    def on_submit(self, request_id, held, **_):
         self.queued[request_id] = {
             "came": self.now(),
             "free": None if held else self.now(),
@@ -77,8 +77,9 @@ class Log:
             "waits": 0,
         }
 
-    def on_release(self, request_id, leader):
-        self.queued[request_id] |= {"free": self.now(), "leader": leader}
+    def on_release(self, request_ids, leader):
+        for request_id in request_ids:
+            self.queued[request_id] |= {"free": self.now(), "leader": leader}
 
     def on_wait(self, request_id):
         self.queued[request_id]["waits"] += 1

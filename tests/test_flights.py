@@ -466,7 +466,7 @@ def test_a_planted_fault_is_found(monkeypatch):
 
 def test_who_is_never_released_is_missed(monkeypatch):
     """The bound on the steps is no decoration."""
-    monkeypatch.setattr(Engine, "_release", lambda self, request_ids, leader: None)
+    monkeypatch.setattr(Engine, "_release", lambda self, *_: None)
     engine = make_engine("completion")
     [submit(engine) for _ in range(2)]
     for _ in range(enough_steps(engine)):
