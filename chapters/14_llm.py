@@ -608,7 +608,7 @@ class Timeline(Timeline):
             self._end_phase(now, row, ended=reason)
             del self._rows[request_id]
 
-    def _evict(self, now: float, pages: list[int]) -> None:
+    def _evict(self, now: float, pages: list[int], **_: object) -> None:
         self._keep(Mark(STEPS, "evict", now, now, {"pages": len(pages)}))
 
 

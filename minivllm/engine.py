@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (e4219e4c): edit the chapter.
+# Exported from chapters/07_engine.py (30ec3fef): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -470,7 +470,8 @@ class Engine:
         for request_id in request_ids:
             self._live[request_id].held = False
             self.scheduler.add(self._live[request_id].state)
-            self.observer("release", request_id=request_id, leader=leader)
+        if request_ids:
+            self.observer("release", request_ids=request_ids, leader=leader)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is unknown or has ended."""

@@ -1,4 +1,4 @@
-# Exported from chapters/13_explain.py (2b167056): edit the chapter.
+# Exported from chapters/13_explain.py (36cf5b91): edit the chapter.
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from minivllm.engine import Engine
-from minivllm.events import Observer, ignore
+from minivllm.events import both
 from minivllm.hashing import extend_hashes
 from minivllm.prefix_cache import NoIndex
 from minivllm.radix import Node, RadixCache, Slots
@@ -334,14 +334,17 @@ class Explainer:
         if handler := getattr(self, f"_on_{kind.replace(' ', '_')}", None):
             handler(**details)
 
-    def _on_submit(
-        self, request_id: str, held: bool = False, leader: str | None = None
-    ) -> None:
+    def _on_submit(self, request_id: str, held: bool, **_: object) -> None:
         if not held:
-            queued = Queued(self.clock.now(), leader, self._refusals.copy())
-            self._queued[request_id] = queued
+            self._queue(request_id, None)
 
-    _on_release = _on_submit
+    def _on_release(self, request_ids: Sequence[str], leader: str) -> None:
+        for request_id in request_ids:
+            self._queue(request_id, leader)
+
+    def _queue(self, request_id: str, leader: str | None) -> None:
+        queued = Queued(self.clock.now(), leader, self._refusals.copy())
+        self._queued[request_id] = queued
 
     def _on_wait(self, request_id: str) -> None:
         if request_id in self._queued:
@@ -526,16 +529,6 @@ class Explainer:
         if not isinstance(self.scheduler.cache.index, NoIndex):
             for owner in (engine, engine.scheduler, engine.scheduler.cache):
                 owner.observer = both(owner.observer, self)
-
-
-def both(one: Observer, other: Observer) -> Observer:
-    """An observer that tells two."""
-
-    def tell(kind: str, /, **details: object) -> None:
-        one(kind, **details)
-        other(kind, **details)
-
-    return other if one is ignore else tell
 
 
 def explain(

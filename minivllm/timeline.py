@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (79a42e10): edit the chapter.
+# Exported from chapters/14_llm.py (5de084f9): edit the chapter.
 """What an engine did and when: for Perfetto, and as the rows of a picture."""
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Timeline:
             self._end_phase(now, row, ended=reason)
             del self._rows[request_id]
 
-    def _evict(self, now: float, pages: list[int]) -> None:
+    def _evict(self, now: float, pages: list[int], **_: object) -> None:
         self._keep(Mark(STEPS, "evict", now, now, {"pages": len(pages)}))
 
     def all_marks(self) -> list[Mark]:

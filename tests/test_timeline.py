@@ -474,7 +474,7 @@ def test_llm_writes_its_trace_when_it_is_closed_and_tells_others_too(
 def test_llm_is_not_observed_unless_asked_for(checkpoint):
     from minivllm import LLM
 
-    with LLM(checkpoint, num_pages=8) as llm:
+    with LLM(checkpoint, num_pages=8, explain=False) as llm:
         engine = llm.engine
         assert engine.observer is engine.scheduler.observer is ignore
         assert engine.scheduler.cache.observer is ignore
