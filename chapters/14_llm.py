@@ -828,9 +828,9 @@ draw_rows(
             ("default", {}),
             ("nobody waits", {"single_flight": "none"}),
         )
-        for who, cells in watched(**choices).rows()
+        for who, cells in watched(**choices).rows(1.2)
     ],
-    unit=480,
+    unit=500,
     caption="The prologue's load, drawn from the events: two requests at once, and the third when "
     "they are done. By default request 1 is held for as long as request 0 computes its prompt, and "
     "computes 13 tokens then. If nobody waits, both prompts are computed in one step, 986 tokens.",
