@@ -1066,8 +1066,8 @@ draw_rows(
 )
 
 # %% [markdown]
-# On this CPU nothing overlaps: the sum fits better, so here the roofline has no ridge. Five numbers
-# meet [30](#calibrated) kinds of steps within [13%](#calibrated), and those that they have not seen within
+# On this CPU nothing overlaps: the sum fits better, so here the roofline has no ridge. These
+# numbers meet [30](#calibrated) kinds of steps within [13%](#calibrated), and those that they have not seen within
 # [8%](#calibrated).
 #
 # What they cannot know: that a kernel is slow at one odd size; that seven short chunks read the
@@ -1294,16 +1294,18 @@ print(
 )
 
 # %% [markdown]
-# The first four lines are the memory. From 1M to 4M tokens the reused share grows from
+# The first lines are the memory. From 1M to 4M tokens the reused share grows from
 # [5.4%](#hour) to [18.6%](#hour), and the median wait falls from [6.32](#hour) to [2.33](#hour) s. So that is
 # what a hit is worth here: tokens that are not computed free the machine for others, and the
 # queue gets shorter for everybody. But look at the last step. From 4M tokens to all that is needed,
 # the reused share doubles, the median halves once more, and P99 goes from [11.17](#hour) to
-# [8.37](#hour) s. The slowest hundredth are ordinary prompts, [8,365](#hour) tokens in the median. [79](#hour) of
+# [8.37](#hour) s. The slowest hundredth are ordinary prompts, [8,366](#hour) tokens in the median. [79](#hour) of
 # these [120](#hour) came in two minutes of the hour, in a rush, and what they wait for is not their own
 # work.
 #
-# HOURPOLICIES
+# And without an index the same machine needs [13.88](#hour) s for half of its callers. It is not
+# that each of them saves eleven seconds of work: it saves a fraction of one, and does not stand in
+# a queue that the others make.
 #
 # What is rounded? A page is a whole block, so a partial last block is computed again:
 # [37.3%](#hour) instead of the [37.4%](#two-rates) that the names allow. No block of an answer is ever found,
@@ -1368,30 +1370,25 @@ for kind in list(GENERATORS)[:6]:
 
 
 # %% name="two-states"
-class Counting(TraceRunner):
-    def run(self, chunks):
-        self.sizes.append(len(chunks))
-        return super().run(chunks)
-
+from minivllm.events import EventLog
 
 for name in ("seen at the end", "seen at once"):
     replay = Replay(
         generate("cycle-1", 120), read_options(SETTINGS[name]), 16_384, here
     )
-    replay.engine.runner.__class__ = Counting
-    replay.engine.runner.sizes = sizes = []
+    log = replay.engine.scheduler.observer = EventLog()
     replay.run()
+    sizes = [len(event.details["chunks"]) for event in log.of("schedule")]
+    running = sum(sizes) / sum(size > 0 for size in sizes)
     evicted = replay.engine.stats()["evicted_tokens"]
-    print(
-        f"{name:15}: {sum(sizes) / len(sizes):4.1f} run at a time, {evicted:,} tokens evicted"
-    )
+    print(f"{name:15}: {running:4.1f} run at a time, {evicted:,} tokens evicted")
 
 # %% [markdown]
 # A request that finds nothing runs for seconds, so the next one comes while it runs, then
 # another. [13.9](#two-states) run side by side, their private pages fill the memory, and what one of them
 # publishes at its end is evicted long before its document is asked for again. So that one finds
-# nothing either. If pages appear at once, the twins of the first round find them early, requests
-# are short, [1.2](#two-states) run at a time, and the memory is free for the cache. Hits make room for
+# nothing either. If pages appear at once, the second round finds the first one's, requests are
+# short, [1.2](#two-states) run at a time, and the memory is free for the cache. Hits make room for
 # hits, and misses for misses: the same traffic has two states, and the reuse curve, which knows
 # no running requests, sees one of them. This is what a clock is for.
 
@@ -1895,7 +1892,7 @@ draw_rows(
 
 # %% [markdown]
 # Eleven ratios, the same sign in all of them, and none is off by more than a factor of
-# [FACTOR](#ratios). A cached prompt has its first token after a small share of the time; of eight at once
+# [2.0](#ratios). A cached prompt has its first token after a small share of the time; of eight at once
 # three must wait for the five before them, which spoils the mean, [0.33](#ratios) there and
 # [0.45](#ratios) here; and a cold burst gains nothing. Ours are larger where nearly all is cached,
 # [0.07](#ratios) against [0.04](#ratios). What is left then is a step with hardly a token in it,
@@ -1920,9 +1917,9 @@ print(
 print(f"its reuse curve: {record['curve_cpu_s']:.1f} s")
 
 # %% [markdown]
-# From an eighth of a million requests to a million each of them costs the same, and the memory grows
-# by what the trace itself takes. (A test counts the calls: twice the requests, twice the calls.)
-# That is not a matter of course. An engine that *streams* makes an output for each token, with all
+# Eight times the requests take eight times the memory, and little more than eight times the CPU, on a
+# machine that had neighbours: [227](#million) µs for each of them and [268](#million). A test counts instead of
+# timing: twice the requests, twice the calls. That is not a matter of course. An engine that *streams* makes an output for each token, with all
 # tokens so far, which grows with the square of an answer's length; a simulation needs the last one only, and asks
 # for it (`streams=False`, [chapter 7](07_engine.md)). The reuse curve takes less than a second, so
 # begin with it: if it is flat between the memory that you have and the memory that you can get,

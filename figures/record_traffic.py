@@ -30,9 +30,6 @@ NUMBERS = (125_000, 250_000, 1_000_000)  # short requests
 VARIANTS: list[tuple[int, dict[str, Any]]] = [
     *((capacity, {}) for capacity in (2**20, 2**22, 2**24, 0)),
     (2**22, {"index": "none"}),
-    (2**22, {"publish": "finish", "single_flight": "none"}),
-    (2**22, {"eviction": "lfu"}),
-    (2**22, {"grouping": "longest-prefix"}),
 ]
 
 
