@@ -690,7 +690,7 @@ draw_rows(
 )
 
 # %% [markdown]
-# [103](#twice) events, from the first request that came to the end of the last step, page
+# [110](#twice) events, from the first request that came to the end of the last step, page
 # numbers included, and they are equal. So are all times, to the last bit: they are sums of
 # the same numbers. The tokens are not, and need not be, for no decision has looked at them.
 # (Where the model's own end tokens may end an answer, the lengths of the answers belong to the

@@ -12,19 +12,21 @@ from pathlib import Path
 from minivllm.model import ModelConfig
 
 smollm2 = ModelConfig(49_152, 576, 1_536, 30, 9, 3, head_dim=64, max_context=8_192)
-config = smollm2
 
 # %% name="bytes"
 attention = (
-    config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    smollm2.hidden_size
+    * smollm2.head_dim
+    * 2
+    * (smollm2.num_heads + smollm2.num_kv_heads)
 )
-mlp = 3 * config.hidden_size * config.intermediate_size
+mlp = 3 * smollm2.hidden_size * smollm2.intermediate_size
 layers, head = (
-    config.num_layers * (attention + mlp),
-    config.vocab_size * config.hidden_size,
+    smollm2.num_layers * (attention + mlp),
+    smollm2.vocab_size * smollm2.hidden_size,
 )
 for requests in (1, 8, 16):
-    contexts = requests * 494 * config.kv_bytes_per_token(4)
+    contexts = requests * 494 * smollm2.kv_bytes_per_token(4)
     parts = {"layers": 4 * layers, "head": 4 * head, "contexts": contexts}
     print(f"{requests:2} requests, MB:", {n: round(b / 1e6) for n, b in parts.items()})
 
@@ -48,67 +50,31 @@ for requests in (1, 8, 16):
     print(f"{requests:2} requests, {1e3 * sum(parts.values()):.0f} ms:", shown)
 
 # %% [markdown]
-# The products are the reading of the weights. The rest does not read weights, and yet it
-# is as long. One would suspect Python, which calls everything. Or the arithmetic of attention.
-# Count the calls instead.
+# The products are the reading of the weights. The rest reads no weights, and yet it
+# is as long. One would suspect Python, which calls everything, and it is the smallest part. Take the
+# norms, two a layer and one at the end, and attention, and hold them against what they read:
 
-# %% tags=["hide-output"]
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from minivllm.batch import Chunk
-from minivllm.model import Decoder
-from minivllm.request import encode_ids
-from minivllm.runner import Backend, ModelRunner
+# %% name="slow"
+NORMS = 2 * smollm2.num_layers + 1
+CONTEXTS = 16 * 494 * smollm2.kv_bytes_per_token(4)
 
 
-class Counting(TorchDispatchMode):
-    """Counts what PyTorch is asked to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, function, kinds, given=(), named=None):
-        self.calls += 1
-        return function(*given, **(named or {}))
+def pace(kernels: str) -> str:
+    one, many = (breakdowns["float32", kernels, n] for n in (1, 16))
+    speed = CONTEXTS / many["attention"] / 1e9
+    return f"{1e6 * one['norms'] / NORMS:.0f} µs a norm, contexts at {speed:.1f} GB/s"
 
 
-def small(num_layers: int, dtype: torch.dtype = torch.float32) -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(ModelConfig(99, 48, 64, num_layers, 6, 2, 8, max_context=512)).to(
-        dtype
-    )
-
-
-def decode_step(num_requests: int) -> list[Chunk]:
-    token = encode_ids([7])
-    return [
-        Chunk(str(i), token, 30 + i, [2 * i, 2 * i + 1, 32 + i], 0, samples=True)
-        for i in range(num_requests)
-    ]
-
-
-def calls_per_layer(backend: Backend) -> int:
-    """The difference of two models that differ by one layer."""
-    counts = []
-    for num_layers in (2, 3):
-        runner = ModelRunner(small(num_layers), 48, 16, backend=backend)
-        runner.logits(decode_step(4))
-        with Counting() as counting:
-            runner.logits(decode_step(4))
-        counts.append(counting.calls)
-    return counts[1] - counts[0]
-
-
-# %% name="calls"
-print("calls per layer:", calls_per_layer(Backend()))
+print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
+print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# A layer is [CALLS](#calls) calls, four of them products. Each reads its input from memory, writes its
-# output there, and costs some microseconds before it begins: thirty layers make more than a thousand.
-# A step with one token of 576 numbers cannot be worth that. What helps is known from every GPU: do in one
-# call, in one pass over the numbers, what belongs together. Such a function is called a *kernel*, and
+# [97](#slow) microseconds for [2.3](#slow) kB, and contexts at a third of the speed of memory. A norm is
+# several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
+# microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
+#
+# What helps is known from every GPU: do in one call, in one pass over the numbers, what belongs
+# together. Such a function is called a *kernel*, and
 # this chapter writes those of a CPU in Python. [Numba](https://numba.pydata.org) compiles a
 # function of loops to machine code when it is first called, and keeps the code on disk.
 
@@ -732,7 +698,19 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
 # must agree as well as any two orders of adding do, in bfloat16 within its own coarseness.
 
 # %% name="same"
+import torch
+
+from minivllm.batch import Chunk
 from minivllm.kernels_numba import backend
+from minivllm.model import Decoder
+from minivllm.request import encode_ids
+from minivllm.runner import ModelRunner
+
+
+def small(dtype: torch.dtype) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(ModelConfig(99, 48, 64, 3, 6, 2, 8, max_context=512)).to(dtype)
+
 
 kernels = {
     dtype: backend(torch.device("cpu"), dtype)
@@ -749,19 +727,15 @@ tokens = [
 ]
 for dtype, chosen in kernels.items():
     plain, fast = (
-        ModelRunner(small(3, dtype), 16, 16, backend=each) for each in (None, chosen)
+        ModelRunner(small(dtype), 16, 16, backend=each) for each in (None, chosen)
     )
     for batch in (prompts, tokens):
         wanted, found = plain.logits(batch), fast.logits(batch)
         close = (wanted - found).abs().max() / wanted.abs().max()
         limit = 1e-5 if dtype == torch.float32 else 0.05
         print(str(dtype)[6:], "equal" if close < limit else "DIFFERENT")
-print("calls per layer:", calls_per_layer(kernels[torch.float32]))
 
 # %% [markdown]
-# [FEWER](#same) calls a layer: four products, the writing of keys and values, and views, which only say
-# where to look. The kernels are not among them, for PyTorch does not see them.
-#
 # ## The record
 #
 # The same step, in parts, with PyTorch alone and with kernels:
@@ -786,6 +760,22 @@ draw_rows(
     "Light: contexts are read. The rest is what lies between, Python and the scheduler.",
 )
 
+# %% name="won"
+print("PyTorch:", pace("torch"))
+print("kernels:", pace("auto"))
+for dtype in ("float32", "bfloat16"):
+    before, after = (
+        1e3 * breakdowns[dtype, who, 8]["products"] for who in ("torch", "auto")
+    )
+    print(f"{dtype}, 8 requests: products {before:.0f} ms, {after:.0f} ms")
+
+# %% [markdown]
+# A norm takes [54](#won) microseconds instead of [97](#won), though its work is one. The rest of it is the way
+# there: Python, and arrays made of tensors. Contexts are read at [9.6](#won) GB a second instead of
+# [7.4](#won), and memory could give twice that. The 16-bit products gain most, a third of their time.
+#
+# What does that make, beside transformers with the same weights?
+
 # %% name="ratios"
 for row in record["rows"]:
     name = f"{row['dtype']:8} {row['load']:13} {row['num_requests']:2}"
@@ -797,7 +787,10 @@ for (dtype, who, requests), parts in breakdowns.items():
 
 # %% [markdown]
 # The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer.
-# Scheduling and cache are the Python of chapters 3 to 7: a small share, for all they decide.
+# Least is won where one request decodes in float32. There the products are three fifths of the step, and
+# oneDNN's layout, which is good for eight tokens, is slower for one than the plain weights that
+# transformers reads. Scheduling and cache are the Python of chapters 3 to 7: a small share, for all
+# they decide.
 #
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
 # and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
@@ -805,9 +798,9 @@ for (dtype, who, requests), parts in breakdowns.items():
 #
 # ## What still goes wrong
 #
-# The step of one request is now nearly what the weights take to be read, and no kernel reads less than
-# what is there. Fewer bytes would: weights in 8 or 4 bits stay in the file, and are widened when they are
-# loaded. The kernels are for float32 and bfloat16 on a CPU; on a GPU the page table is followed by nobody
+# A step still takes about twice what its bytes need, and the record says where to look: at the
+# products of one request, and at attention. And fewer bytes would help everywhere: weights of 8 or 4
+# bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16 on a CPU; on a GPU the page table is followed by nobody
 # yet, and contexts are gathered. And the first step after an installation waits some seconds for the
 # compiler, once for each format.
 #
@@ -819,7 +812,7 @@ for (dtype, who, requests), parts in breakdowns.items():
 # more keys and values than weights?
 
 # %% tags=["solution"]
-answer_1 = -(-4 * (layers + head) // (494 * config.kv_bytes_per_token(4)))
+answer_1 = -(-4 * (layers + head) // (494 * smollm2.kv_bytes_per_token(4)))
 
 # %%
 assert answer_1 == 24
