@@ -514,8 +514,10 @@ def table_of(rows: Sequence[Sequence[int]]) -> Any:
 
 # %% tags=["hide-input"]
 from minivllm.attention import plan_batch
+from minivllm.batch import Chunk
 from minivllm.drawing import draw_rows
 from minivllm.kernels_numba import arrange
+from minivllm.request import encode_ids
 
 prefix = range(30)
 batch = [
@@ -703,7 +705,6 @@ import torch
 from minivllm.batch import Chunk
 from minivllm.kernels_numba import backend
 from minivllm.model import Decoder
-from minivllm.request import encode_ids
 from minivllm.runner import ModelRunner
 
 
