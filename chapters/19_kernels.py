@@ -390,7 +390,8 @@ def make_read(head_dim: int, group: int) -> Callable[..., None]:
         """Averages [pieces, heads * head_dim] and sums of weights [pieces, heads].
 
         `asked` [tokens, heads * head_dim] are queries; a piece (row, table, start, end)
-        is a part of that row's context; `keys` and `values` [slots, kv_heads * head_dim].
+        is a part of that row's context; `keys` and `values` are [slots, kv_heads *
+        head_dim].
         """
         num_kv_heads = keys.shape[1] // head_dim
         num_heads = num_kv_heads * group
@@ -466,8 +467,8 @@ PIECE = 128  # tokens of context: enough of them to share among cores, few to me
 class PiecePlan(Plan):
     """A plan whose single tokens read their contexts piece by piece.
 
-    `pieces` [pieces, 4] are (row, table, start, end) for `read`, and those of `reads` are
-    counted behind them; row `rows[i]` has the pieces `order[ends[i - 1] : ends[i]]`.
+    `pieces` [pieces, 4] are (row, table, start, end) for `read`; those of `reads` are
+    counted behind them. Row `rows[i]` has the pieces `order[ends[i - 1] : ends[i]]`.
     """
 
     page_size: int = 0
