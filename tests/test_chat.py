@@ -276,7 +276,7 @@ class Terminal(io.StringIO):
 )
 def test_a_bar_is_for_long_work_on_a_terminal(stream, wanted, slow, drawn, monkeypatch):
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("minivllm.loader.PATIENCE_S", -1 if slow else 60)
+    monkeypatch.setattr("minivllm.progress.PATIENCE_S", -1 if slow else 60)
     with progress_bar("requests", 2, wanted) as advance:
         advance(1)
         advance(1)

@@ -34,7 +34,7 @@ def seen(monkeypatch):
     """The options of the engine that a command would open."""
     caught = {}
 
-    def instead(options, as_json):
+    def instead(options, as_json, trace=None):
         caught.update(options)
         raise ValueError("opened")
 
@@ -247,6 +247,7 @@ def test_env_names_what_is_missing(command, monkeypatch):
 
     monkeypatch.setattr("minivllm.cli.version", without)
     monkeypatch.setenv("MINIVLLM_PAGESIZE", "3")
+    monkeypatch.delenv("MINIVLLM_TRACES", raising=False)  # that of our own tests
     code, out, _ = command("env", "--json")
     told = json.loads(out)
     assert code == 0 and told["packages"]["safetensors"] is None
