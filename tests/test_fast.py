@@ -16,7 +16,7 @@ from minivllm.attention import (
     shared_runs,
 )
 from minivllm.batch import Chunk
-from minivllm.linear import Product, can_pack
+from minivllm.linear import Product, can_pack, packed_product
 from minivllm.request import encode_ids
 from minivllm.runner import Backend
 
@@ -170,8 +170,8 @@ def test_a_packed_product_equals_its_layers(rows, packs, bias, dtype, monkeypatc
     with torch.inference_mode():
         wanted = torch.cat([layer(x) for layer in layers], dim=-1)
         assert torch.equal(product(x), wanted)
-        product.pack()
-        product.pack()
+        product.pack(packed_product)
+        product.pack(packed_product)
         error = (product(x) - wanted).abs()
     assert rows == 0 or error.max() <= TOLERANCE[dtype]
     assert all(layer.weight is None and layer.bias is None for layer in layers)
@@ -182,7 +182,7 @@ def test_a_packed_head_leaves_the_embedding():
     (head,) = make_layers(80, bias=False)
     head.weight = embedding.weight
     kept = embedding.weight.clone()
-    Product(head).pack()
+    Product(head).pack(packed_product)
     assert torch.equal(embedding(torch.arange(80)), kept)
 
 
