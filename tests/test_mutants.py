@@ -336,7 +336,7 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
     ),
     "a queue that counts what was before": (
         Explainer,
-        "_on_submit",
+        "_queue",
         "self._refusals.copy()",
         "Counter()",
         test_explain.some_histories,

@@ -33,10 +33,10 @@ ALLOWED = {
     "make and move": "arange arange.start zeros zeros_like empty_like new_empty "
     "new_full clone copy_ _to_copy lift_fresh detach_",
     "look at it otherwise": "view _unsafe_view t transpose.int unsqueeze expand "
-    "select.int slice.Tensor split.Tensor",
-    "each number": "add.Tensor add_.Scalar sub.Tensor mul.Tensor div.Tensor neg cos "
-    "sin exp rsqrt pow.Tensor_Scalar silu sigmoid addcmul lerp.Tensor logaddexp "
-    "le.Tensor ge.Tensor isnan masked_fill.Scalar",
+    "select.int slice.Tensor split.Tensor split_with_sizes",
+    "each number": "add.Tensor add_.Tensor add_.Scalar sub.Tensor mul.Tensor "
+    "div.Tensor neg cos sin exp rsqrt pow.Tensor_Scalar silu sigmoid addcmul "
+    "lerp.Tensor logaddexp le.Tensor ge.Tensor isnan masked_fill.Scalar",
     "rows of numbers": "mean.dim logsumexp argmax cat roll",
     "products": "mm addmm bmm scaled_dot_product_attention",
     "by index": "embedding gather index.Tensor index_select index_select.out "
@@ -111,7 +111,8 @@ PROMPTS = [list(range(3, 20)), list(range(3, 15)), [7, 8, 9]]
 
 def load(model: Tiny, **options: object) -> tuple[LLM, EventLog]:
     log = EventLog()
-    chosen = {"num_pages": 32, "page_size": 4, "max_batch_tokens": 11} | options
+    chosen = {"num_pages": 32, "page_size": 4, "max_batch_tokens": 11}
+    chosen |= {"kernels": "torch"} | options
     return LLM(model.folder, observer=log, **chosen), log
 
 
