@@ -122,6 +122,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -206,6 +207,12 @@ class Measurement(Spread):
 @dataclass(frozen=True)
 class Comparison(Spread):
     """How many times as much one took as another, repeat by repeat."""
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that at least this share of the values do not exceed."""
+    ranked = sorted(values)
+    return ranked[max(0, ceil(share * len(ranked)) - 1)]
 
 
 def compare(one: Measurement, other: Measurement) -> Comparison:
@@ -1655,7 +1662,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from math import ceil
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -1764,11 +1770,6 @@ def due_times(kind: str, number: int, rate: float, rng: Random) -> list[float]:
     """When so many calls are due: at random, `rate` a second on average, or at once."""
     gaps = [rng.expovariate(rate) if kind == "poisson" else 0.0 for _ in range(number)]
     return list(accumulate(gaps))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values do not exceed."""
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
 # %% [markdown]
@@ -2799,8 +2800,8 @@ def serve(
     ] = False,
 ) -> None:
     """An open-loop load on an OpenAI-compatible server, or on two in turn."""
-    for place in (record, svg):
-        check_place(place)
+    check_place(record)
+    check_place(svg, "--svg")
     if repeats < 1 or warmups < 0 or not timeout_s > 0:
         raise ValueError("--repeats and --timeout-s must be above 0")
     mix = Mix(shared_words, own_words, chat)
@@ -3119,10 +3120,10 @@ def reuse(
 
 
 # %% export="command_bench.py" tags=["hide-input"]
-def check_place(record: Path | None) -> None:
-    """Raise `ValueError` if a record cannot be written there."""
-    if record is not None and (record.is_dir() or not record.parent.is_dir()):
-        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+def check_place(path: Path | None, option: str = "--record") -> None:
+    """Raise `ValueError` if the file of an option cannot be written there."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"{option}: {path} is a folder, or in none that is there")
 
 
 def check_sizes(prompt_tokens: int, repeats: int, options: dict[str, Any]) -> None:

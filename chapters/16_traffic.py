@@ -363,10 +363,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from math import ceil, inf
+from math import inf
 from typing import Any, cast
 
 from minivllm.batch import Chunk
+from minivllm.bench import percentile
 from minivllm.drawing import Picture
 from minivllm.engine import Limits
 from minivllm.options import EngineOptions, assemble
@@ -719,7 +720,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.batch import Chunk
-from minivllm.bench_reuse import decoder_of, spread_of
+from minivllm.bench_reuse import backend_of, decoder_of, spread_of
 from minivllm.request import encode_ids
 from minivllm.simulation import TimedRunner, VirtualClock, least_squares
 
@@ -974,7 +975,8 @@ def measure_steps(
 
     batches = [chunks_of(shape, page_size) for shape in shapes]
     num_pages = max(sum(len(c.pages) for c in batch) for batch in batches)
-    runner = ModelRunner(decoder_of(llm), num_pages, page_size)
+    decoder, backend = decoder_of(llm), backend_of(llm)
+    runner = ModelRunner(decoder, num_pages, page_size, backend=backend)
     for layer in runner.memory:  # time does not depend on the numbers, but on NaNs
         layer.keys.normal_()
         layer.values.normal_()
@@ -1212,8 +1214,9 @@ class Replay:
             raise ValueError(f"a capacity of {capacity} tokens is less than a page")
         runner, limits = TraceRunner(cost, self.clock), Limits(LARGE, LARGE)
         self.arrivals = TraceArrivals(runner, answers_in(requests))
+        quiet = replace(options, explain=False)  # nobody reads why
         self.engine = assemble(
-            options, self.num_pages, runner, limits, clock=self.clock, streams=False
+            quiet, self.num_pages, runner, limits, clock=self.clock, streams=False
         )
         self._followers: dict[str | None, list[TraceRequest]] = {}
         names = {request.name for request in requests}
@@ -1252,11 +1255,6 @@ class Replay:
 
 
 # %% export="replay.py" tags=["hide-input"]
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of the values does not exceed."""
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
-
-
 def summary(served: Sequence[Served], stats: Mapping[str, int]) -> dict[str, Any]:
     """A replay in a few numbers; times in seconds, hit rates as shares."""
     ended = [s for s in served if s.ttft_s is not None and s.e2e_s is not None]
@@ -1267,7 +1265,7 @@ def summary(served: Sequence[Served], stats: Mapping[str, int]) -> dict[str, Any
         "request_hit_rate": stats["hits"] / max(1, stats["lookups"]),
     }
     for name in ("ttft_s", "e2e_s"):
-        values = sorted(getattr(s, name) for s in ended)
+        values = [getattr(s, name) for s in ended]
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
         told[name] = {p: percentile(values, q) for p, q in shares.items() if values}
     return told
@@ -1425,7 +1423,8 @@ from minivllm.roofline import Roofline, StepRow, calibrate_llm, read_cost
 from minivllm.workloads import TraceRequest, generate, read_trace, to_line
 
 POLICIES = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
-LEFT_OUT = {"model", *SAMPLING, "num_pages", "device", "dtype", "seed"}
+UNUSED = {"device", "dtype", "kernels", "seed", "explain", "explain_tokens"}
+LEFT_OUT = {"model", *SAMPLING, "num_pages", *UNUSED}
 
 
 def add_to(root: typer.Typer) -> None:
@@ -1633,8 +1632,8 @@ def simulate(
     gen:system-prompt-0, gen:agents-0, gen:tree-of-thought-0, gen:mixed-0, gen:cycle-0,
     gen:short-0; the number is the seed.
     """
-    for place in (write, svg):
-        check_file(place)
+    check_place(write, "--write")
+    check_place(svg, "--svg")
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
     traffic = load_traffic(trace, requests)
     if options["page_size"] is None:
@@ -1658,12 +1657,6 @@ def simulate(
 def page_of(traffic: list[TraceRequest]) -> int:
     """A trace of named blocks has pages of their size."""
     return traffic[0].block if traffic[0].block > 1 else EngineOptions.page_size
-
-
-def check_file(path: Path | None) -> None:
-    """Raise `ValueError` if a file cannot be written there."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"{path} is a folder, or in none that is there")
 
 
 # %% export="command_simulate.py" tags=["hide-input"]

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (a4574748): edit the chapter.
+# Exported from chapters/15_measuring.py (ac411b45): edit the chapter.
 """Measuring: several contestants, in turn, in one process, with their spread."""
 
 import gc
@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,6 +80,12 @@ class Measurement(Spread):
 @dataclass(frozen=True)
 class Comparison(Spread):
     """How many times as much one took as another, repeat by repeat."""
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that at least this share of the values do not exceed."""
+    ranked = sorted(values)
+    return ranked[max(0, ceil(share * len(ranked)) - 1)]
 
 
 def compare(one: Measurement, other: Measurement) -> Comparison:

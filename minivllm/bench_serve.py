@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (3cc5e270): edit the chapter.
+# Exported from chapters/15_measuring.py (a9e920ff): edit the chapter.
 """`minivllm bench serve`: an open-loop load on any server that speaks OpenAI's API."""
 
 import asyncio
@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from math import ceil
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench import Measurement, Trial, compare, measure
+from minivllm.bench import Measurement, Trial, compare, measure, percentile
 from minivllm.drawing import Picture, draw_rows
 from minivllm.options import check_choice
 
@@ -112,11 +111,6 @@ def due_times(kind: str, number: int, rate: float, rng: Random) -> list[float]:
     """When so many calls are due: at random, `rate` a second on average, or at once."""
     gaps = [rng.expovariate(rate) if kind == "poisson" else 0.0 for _ in range(number)]
     return list(accumulate(gaps))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values do not exceed."""
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (2371daef): edit the chapter.
+# Exported from chapters/15_measuring.py (2453d1b3): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -185,8 +185,8 @@ def serve(
     ] = False,
 ) -> None:
     """An open-loop load on an OpenAI-compatible server, or on two in turn."""
-    for place in (record, svg):
-        check_place(place)
+    check_place(record)
+    check_place(svg, "--svg")
     if repeats < 1 or warmups < 0 or not timeout_s > 0:
         raise ValueError("--repeats and --timeout-s must be above 0")
     mix = Mix(shared_words, own_words, chat)
@@ -362,10 +362,10 @@ def reuse(
     keep(make_record(command, rows, **facts | found), record, as_json)
 
 
-def check_place(record: Path | None) -> None:
-    """Raise `ValueError` if a record cannot be written there."""
-    if record is not None and (record.is_dir() or not record.parent.is_dir()):
-        raise ValueError(f"--record: {record} is a folder, or in none that is there")
+def check_place(path: Path | None, option: str = "--record") -> None:
+    """Raise `ValueError` if the file of an option cannot be written there."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"{option}: {path} is a folder, or in none that is there")
 
 
 def check_sizes(prompt_tokens: int, repeats: int, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (e07a921f): edit the chapter.
+# Exported from chapters/16_traffic.py (c8c713aa): edit the chapter.
 """`minivllm simulate`, what each policy would do for a trace; and `bench calibrate`."""
 
 import json
@@ -23,7 +23,8 @@ from minivllm.roofline import Roofline, StepRow, calibrate_llm, read_cost
 from minivllm.workloads import TraceRequest, generate, read_trace, to_line
 
 POLICIES = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
-LEFT_OUT = {"model", *SAMPLING, "num_pages", "device", "dtype", "seed"}
+UNUSED = {"device", "dtype", "kernels", "seed", "explain", "explain_tokens"}
+LEFT_OUT = {"model", *SAMPLING, "num_pages", *UNUSED}
 
 
 def add_to(root: typer.Typer) -> None:
@@ -228,8 +229,8 @@ def simulate(
     gen:system-prompt-0, gen:agents-0, gen:tree-of-thought-0, gen:mixed-0, gen:cycle-0,
     gen:short-0; the number is the seed.
     """
-    for place in (write, svg):
-        check_file(place)
+    check_place(write, "--write")
+    check_place(svg, "--svg")
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
     traffic = load_traffic(trace, requests)
     if options["page_size"] is None:
@@ -253,12 +254,6 @@ def simulate(
 def page_of(traffic: list[TraceRequest]) -> int:
     """A trace of named blocks has pages of their size."""
     return traffic[0].block if traffic[0].block > 1 else EngineOptions.page_size
-
-
-def check_file(path: Path | None) -> None:
-    """Raise `ValueError` if a file cannot be written there."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"{path} is a folder, or in none that is there")
 
 
 def calibrate(

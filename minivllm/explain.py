@@ -1,4 +1,4 @@
-# Exported from chapters/13_explain.py (36cf5b91): edit the chapter.
+# Exported from chapters/13_explain.py (dd85ed54): edit the chapter.
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
 
 from __future__ import annotations
@@ -329,8 +329,6 @@ class Explainer:
 
     def __call__(self, kind: str, /, **details: Any) -> None:
         """Take note of an event."""
-        if self._step:
-            self._time_step(*self._step)
         if handler := getattr(self, f"_on_{kind.replace(' ', '_')}", None):
             handler(**details)
 
@@ -364,8 +362,10 @@ class Explainer:
         if max(sizes, default=0) > 1:
             self._step = (self.clock.now(), sum(sizes))
 
-    def _time_step(self, start_s: float, num_tokens: int) -> None:
-        self._step = None
+    def _on_step(self, **_: int) -> None:
+        if self._step is None:
+            return
+        (start_s, num_tokens), self._step = self._step, None
         seconds, tokens = self._pace
         keep = 0.5 if tokens > 1e5 else 1.0  # so that it follows a change
         passed = self.clock.now() - start_s

@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (088b9ee8): edit the chapter.
+# Exported from chapters/16_traffic.py (d5c101a7): edit the chapter.
 """What a cache of each size would have found, and what an engine would have done."""
 
 from array import array
@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from math import ceil, inf
+from math import inf
 from typing import Any, cast
 
 from minivllm.batch import Chunk
+from minivllm.bench import percentile
 from minivllm.drawing import Picture
 from minivllm.engine import Limits
 from minivllm.options import EngineOptions, assemble
@@ -265,8 +266,9 @@ class Replay:
             raise ValueError(f"a capacity of {capacity} tokens is less than a page")
         runner, limits = TraceRunner(cost, self.clock), Limits(LARGE, LARGE)
         self.arrivals = TraceArrivals(runner, answers_in(requests))
+        quiet = replace(options, explain=False)  # nobody reads why
         self.engine = assemble(
-            options, self.num_pages, runner, limits, clock=self.clock, streams=False
+            quiet, self.num_pages, runner, limits, clock=self.clock, streams=False
         )
         self._followers: dict[str | None, list[TraceRequest]] = {}
         names = {request.name for request in requests}
@@ -304,11 +306,6 @@ class Replay:
                     ended.append((request.name, time_s))
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of the values does not exceed."""
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
-
-
 def summary(served: Sequence[Served], stats: Mapping[str, int]) -> dict[str, Any]:
     """A replay in a few numbers; times in seconds, hit rates as shares."""
     ended = [s for s in served if s.ttft_s is not None and s.e2e_s is not None]
@@ -319,7 +316,7 @@ def summary(served: Sequence[Served], stats: Mapping[str, int]) -> dict[str, Any
         "request_hit_rate": stats["hits"] / max(1, stats["lookups"]),
     }
     for name in ("ttft_s", "e2e_s"):
-        values = sorted(getattr(s, name) for s in ended)
+        values = [getattr(s, name) for s in ended]
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
         told[name] = {p: percentile(values, q) for p, q in shares.items() if values}
     return told

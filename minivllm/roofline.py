@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (51a731b1): edit the chapter.
+# Exported from chapters/16_traffic.py (6d254858): edit the chapter.
 """What a step costs, from what it moves and what it multiplies."""
 
 import json
@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.batch import Chunk
-from minivllm.bench_reuse import decoder_of, spread_of
+from minivllm.bench_reuse import backend_of, decoder_of, spread_of
 from minivllm.request import encode_ids
 from minivllm.simulation import TimedRunner, VirtualClock, least_squares
 
@@ -227,7 +227,8 @@ def measure_steps(
 
     batches = [chunks_of(shape, page_size) for shape in shapes]
     num_pages = max(sum(len(c.pages) for c in batch) for batch in batches)
-    runner = ModelRunner(decoder_of(llm), num_pages, page_size)
+    decoder, backend = decoder_of(llm), backend_of(llm)
+    runner = ModelRunner(decoder, num_pages, page_size, backend=backend)
     for layer in runner.memory:  # time does not depend on the numbers, but on NaNs
         layer.keys.normal_()
         layer.values.normal_()
