@@ -850,7 +850,7 @@ matter of copying.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -1027,51 +1027,6 @@ class RMSNorm(nn.Module):
 
 
 # %% [markdown]
-# Between its products a layer does four small things: it adds to the stream that runs through
-# all layers, normalises, rotates and gates. `Ops` holds them, so that a later chapter can do them
-# otherwise: what PyTorch does in some fifty calls a layer can be done in four.
-
-
-# %% export="model.py"
-class Ops:
-    """What a layer does between its products, in PyTorch: on any device.
-
-    Each may write into its first argument.
-    """
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        """Add to the stream x [tokens, hidden], in place; the sum, normalised."""
-        if delta is not None:
-            x += delta
-        return cast(Tensor, norm(x))
-
-    def turns(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `rotate` wants of the angles [tokens, head_dim / 2]."""
-        cos, sin = rotation(angles[:, None])
-        return cos.to(dtype), sin.to(dtype)
-
-    def rotate(
-        self, by_head: Tensor, num_heads: int, turns: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """The first heads of [tokens, heads, head_dim], turned."""
-        return rotate(by_head[:, :num_heads], *turns)
-
-    def gate(self, both: Tensor) -> Tensor:
-        """[tokens, 2 * wide], gate and up side by side -> [tokens, wide]."""
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What all layers of one forward pass share."""
-
-    plan: Plan
-    ops: Ops
-    turns: tuple[Tensor, Tensor]
-
-
-# %% [markdown]
 # The attention layer makes queries, keys and values for the new tokens and hands them to
 # the memory, which knows about pages. The layer does not.
 
@@ -1096,7 +1051,13 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         self.heads = (config.num_heads, config.num_kv_heads)
 
-    def forward(self, x: Tensor, memory: PagedAttention, this: Pass) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        memory: PagedAttention,
+        plan: Plan,
+        turns: tuple[Tensor, Tensor],
+    ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
         (num_asking, num_keys), turned = self.heads, sum(self.heads)
@@ -1104,9 +1065,9 @@ class Attention(nn.Module):
             parts = [num_asking, num_keys, num_keys]
             query, key, value = torch.split(by_head, parts, dim=1)
             by_head = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
-        asks = this.ops.rotate(by_head, turned, this.turns)
+        asks = rotate(by_head[:, :turned], *turns)
         query, key = asks[:, :num_asking], asks[:, num_asking:]
-        out = memory.forward(query, key, by_head[:, turned:], this.plan)
+        out = memory.forward(query, key, by_head[:, turned:], plan)
         return self.output(out.view(len(x), -1))
 
 
@@ -1116,7 +1077,8 @@ def _head_norm(config: ModelConfig) -> RMSNorm | None:
 
 # %% [markdown]
 # The other half of a layer treats every token by itself, and a layer is the two halves, each
-# added to what came in.
+# added to what came in. How all layers are run is a function, so that a later chapter can run them
+# otherwise.
 
 
 # %% export="model.py"
@@ -1132,9 +1094,15 @@ class MLP(nn.Module):
         self.gate_and_up = Product(self.gate_proj, self.up_proj)
         self.down = Product(self.down_proj)
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
-        return self.down(ops.gate(self.gate_and_up(x)))
+        return self.down(gated(self.gate_and_up(x)))
+
+
+def gated(both: Tensor) -> Tensor:
+    """[tokens, 2 * wide], gate and up side by side -> [tokens, wide]."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Layer(nn.Module):
@@ -1148,13 +1116,29 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, memory: PagedAttention, this: Pass
-    ) -> Tensor:
-        """Add what the layer before has left to the stream x; what this one leaves."""
-        normal = this.ops.add_norm(x, delta, self.input_layernorm)
-        delta = self.self_attn(normal, memory, this)
-        normal = this.ops.add_norm(x, delta, self.post_attention_layernorm)
-        return cast(Tensor, self.mlp(normal, this.ops))
+        self,
+        x: Tensor,
+        memory: PagedAttention,
+        plan: Plan,
+        turns: tuple[Tensor, Tensor],
+    ) -> None:
+        """Change the stream x [tokens, hidden] in place."""
+        x += self.self_attn(self.input_layernorm(x), memory, plan, turns)
+        x += self.mlp(self.post_attention_layernorm(x))
+
+
+def run_layers(
+    layers: Sequence[Layer],
+    x: Tensor,
+    memory: Sequence[PagedAttention],
+    plan: Plan,
+    angles: Tensor,
+) -> Tensor:
+    """The stream x [tokens, hidden] after all layers; angles [tokens, head_dim / 2]."""
+    cos, sin = (turn.to(x.dtype) for turn in rotation(angles[:, None]))
+    for layer, layer_memory in zip(layers, memory, strict=True):
+        layer(x, layer_memory, plan, (cos, sin))
+    return x
 
 
 # %% [markdown]
@@ -1217,6 +1201,9 @@ draw_rows(
 
 
 # %% export="model.py"
+Run = Callable[..., Tensor]  # of what `run_layers` takes
+
+
 class Decoder(nn.Module):
     """Token ids in, logits of the wanted rows out."""
 
@@ -1236,16 +1223,12 @@ class Decoder(nn.Module):
         memory: Sequence[PagedAttention],
         plan: Plan,
         rows: Tensor,
-        ops: Ops | None = None,
+        run: Run = run_layers,
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
-        x, delta, ops = self.embed_tokens(token_ids), None, ops or Ops()
-        angles = plan.positions[:, None] * self.frequencies.to(x.device)
-        this = Pass(plan, ops, ops.turns(angles, x.dtype))
-        for layer, layer_memory in zip(self.layers, memory, strict=True):
-            delta = layer(x, delta, layer_memory, this)
-        last = None if delta is None else delta[rows]
-        return self.head(ops.add_norm(x[rows], last, self.norm)).float()
+        angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
+        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles)
+        return self.head(self.norm(x[rows])).float()
 
 
 # %% [markdown]
@@ -1286,7 +1269,7 @@ from torch import Tensor
 from minivllm.attention import PagedAttention, Plan, plan_batch, read_together
 from minivllm.batch import Chunk
 from minivllm.linear import Maker, packed_product
-from minivllm.model import Decoder, Ops
+from minivllm.model import Decoder, Run, run_layers
 
 Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
 
@@ -1307,8 +1290,7 @@ class Backend:
     `arrange` prepares a plan for the attention: from page size and any layer's keys.
     """
 
-    ops: Ops = field(default_factory=Ops)
-    attention: type[PagedAttention] = PagedAttention
+    run: Run = run_layers
     arrange: Callable[[Plan, int, Tensor], Plan] = read_together
     product: Maker = packed_product
 
@@ -1335,8 +1317,8 @@ class ModelRunner:
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
         empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
-        attention, num_layers = self.backend.attention, config.num_layers
-        self.memory = [attention(empty(), empty()) for _ in range(num_layers)]
+        layers = range(config.num_layers)
+        self.memory = [PagedAttention(empty(), empty()) for _ in layers]
 
 
 # %% [markdown]
@@ -1375,7 +1357,7 @@ class ModelRunner(ModelRunner):
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
         given = (ids.to(self.device), self.memory, plan, rows)
-        return cast(Tensor, self.model(*given, self.backend.ops))
+        return cast(Tensor, self.model(*given, self.backend.run))
 
 
 # %% [markdown]

@@ -78,38 +78,24 @@ print("PyTorch:", pace("torch"))
 # this chapter writes those of a CPU in Python. [Numba](https://numba.pydata.org) compiles a
 # function of loops to machine code when it is first called, and keeps the code on disk.
 
-# %% export="kernels_numba.py"
-"""Kernels for a CPU, compiled by Numba: what is between products, in few passes."""
+# %% export="vectors.py"
+"""Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
 from importlib import import_module
-from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llvmlite import binding as llvm
 from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic, overload
+from numba import njit, types
+from numba.core import cgutils as untyped
+from numba.extending import intrinsic, models, overload, register_model
 from torch import Tensor
 
-from minivllm.attention import (
-    ChunkPlan,
-    PagedAttention,
-    Plan,
-    by_row,
-    shared_reads,
-)
-from minivllm.linear import Multiply, packed_product
-from minivllm.model import Ops, RMSNorm
-from minivllm.runner import Backend
-
+cgutils: Any = untyped
 Float = np.float32
 config: Any = numba.config
 
@@ -144,25 +130,78 @@ def compiled(function: Kernel, parallel: bool = False) -> Kernel:
 # PyTorch's library of threads, OpenMP, keeps a second core waiting for work. A second pool of threads
 # would have to fight with it for the core. So the kernels take the same pool, or one core.
 #
-# ## Adding, normalising, gating, turning
+# ## A lane for each token
 #
-# The residual stream x gets a layer's output added, is normalised, and goes into the next
-# product. For PyTorch these are two calls and several inside. As a loop over rows:
+# A processor computes with vectors, here of 16 numbers: one instruction, sixteen products. Which
+# sixteen? A decode step offers them by itself. Every weight meets one number of every request, and
+# nothing that happens between products mixes two requests. So the numbers of a step are laid out
+# by feature: sixteen requests' first numbers, then their second ones. One *lane* of every vector belongs
+# to one request, through all layers. Adding to the stream and normalising it is then this:
 
 
 # %% export="kernels_numba.py"
+"""Kernels for a CPU, compiled by Numba: a decode step, layer by layer."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, cast
+
+import numba
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import prange
+from torch import Tensor
+
+from minivllm.attention import (
+    ChunkPlan,
+    PagedAttention,
+    Plan,
+    read_together,
+    shared_runs,
+)
+from minivllm.linear import Multiply, packed_product
+from minivllm.model import Layer, RMSNorm, run_layers
+from minivllm.runner import Backend
+from minivllm.vectors import Float, compiled, config, has_threads
+
+
+@compiled
+def add_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
+    """x += delta; out = x, normalised. All [hidden, lanes]; weight [hidden, 1]."""
+    sums = np.zeros(x.shape[1], np.float32)
+    for i in range(len(x)):
+        for lane in range(x.shape[1]):
+            x[i, lane] += delta[i, lane]
+            sums[lane] += x[i, lane] ** 2
+    scales = Float(1) / np.sqrt(sums / Float(len(x)) + eps)
+    for i in range(len(x)):
+        for lane in range(x.shape[1]):
+            out[i, lane] = x[i, lane] * scales[lane] * weight[i, 0]
+
+
+# %% [markdown]
+# The gate needs an exponential. A function call in a loop ends all vectors, so this one is made of what
+# vectors can do: a power of two is written into the exponent bits of a float, and the rest, an
+# exponent between −½ and ½, is a polynomial. (The coefficients are those of the Cephes library.)
+
+
+# %% export="vectors.py"
 @intrinsic
-def _float_of(context: Any, bits: Any) -> Any:
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
+def _float_of(typing: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.bitcast(given[0], ir.FloatType())
 
     return types.float32(types.uint32), generate
 
 
 @intrinsic
-def _bits_of(context: Any, number: Any) -> Any:
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
+def _bits_of(typing: Any, number: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.bitcast(given[0], ir.IntType(32))
 
     return types.uint32(types.float32), generate
 
@@ -170,19 +209,91 @@ def _bits_of(context: Any, number: Any) -> Any:
 float_of, bits_of = cast(Any, _float_of), cast(Any, _bits_of)  # 32 bits, and back
 
 
-def get(number: Any) -> Any:
-    """A number of an array as float32; 16 bits are the upper half of one."""
+@compiled
+def exp(x: Any) -> Any:
+    """e**x for x below 88: a power of 2 by its bits, the rest by a polynomial."""
+    y = max(x, Float(-87.0)) * Float(1.44269504)
+    whole = np.floor(y + Float(0.5))
+    part = y - whole
+    p = Float(1.535336e-4)
+    p = p * part + Float(1.339887e-3)
+    p = p * part + Float(9.618437e-3)
+    p = p * part + Float(5.550332e-2)
+    p = p * part + Float(2.402265e-1)
+    p = p * part + Float(6.931472e-1)
+    p = p * part + Float(1.0)
+    return p * float_of(np.uint32((whole + Float(127.0)) * Float(2**23)))
 
 
-@overload(get, inline="always")
-def _get(number: Any) -> Any:
-    def whole(number: Any) -> Any:
-        return number
+# %% export="kernels_numba.py"
+from minivllm.vectors import exp
 
-    def half(number: Any) -> Any:
-        return float_of(np.uint32(np.uint32(number) << np.uint32(16)))
 
-    return whole if isinstance(number, types.Float) else half
+@compiled
+def gate(both: Any, out: Any) -> None:
+    """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
+    for i in range(len(out)):
+        for lane in range(out.shape[1]):
+            x = both[i, lane]
+            share = x / (Float(1) + exp(-x))
+            out[i, lane] = share * both[len(out) + i, lane]
+
+
+@compiled
+def norm_heads(heads: Any, weight: Any, eps: Any, head_dim: int) -> None:
+    """Normalise each head of rows [heads * head_dim, lanes], as many as weights."""
+    for start in range(0, len(weight), head_dim):
+        sums = np.zeros(heads.shape[1], np.float32)
+        for i in range(start, start + head_dim):
+            for lane in range(heads.shape[1]):
+                sums[lane] += heads[i, lane] ** 2
+        scales = Float(1) / np.sqrt(sums / Float(head_dim) + eps)
+        for i in range(start, start + head_dim):
+            for lane in range(heads.shape[1]):
+                heads[i, lane] *= scales[lane] * weight[i, 0]
+
+
+@compiled
+def rotate(heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
+    """Turn the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
+    half = len(cos)
+    for start in range(0, num_rows, 2 * half):
+        for i in range(half):
+            for lane in range(cos.shape[1]):
+                a, b = heads[start + i, lane], heads[start + half + i, lane]
+                c, s = cos[i, lane], sin[i, lane]
+                heads[start + i, lane] = a * c - b * s
+                heads[start + half + i, lane] = b * c + a * s
+
+
+# %% name="exp"
+from minivllm.vectors import compiled, exp
+
+
+@compiled
+def exp_all(given, out):
+    for i in range(len(given)):
+        out[i] = exp(given[i])
+
+
+x = np.linspace(-87, 80, 100_001, dtype=np.float32)
+found = np.empty_like(x)
+exp_all(x, found)
+error = np.abs(found / np.exp(x.astype(np.float64)) - 1).max()
+print("largest relative error:", f"{error:.0e}")
+
+# %% [markdown]
+# All that is computed is float32. What is *read* may be shorter: weights, keys and values of 16
+# bits are half the bytes, and bytes are what a step waits for. A bfloat16 is the upper half of a
+# float32: sixteen bits, and sixteen zeros behind them. Numba knows no bfloat16, and needs none. The bits are
+# shifted up when they are read, and a new key is rounded to the nearest when it is written: half of what is
+# cut off is added before the cut, and a tie goes to the even neighbour.
+
+
+# %% export="vectors.py"
+def as_array(x: Tensor) -> Any:
+    """The same memory for Numba; 16-bit floats as their bits."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def put(array: Any, i: int, j: int, number: Any) -> None:
@@ -202,37 +313,14 @@ def _put(array: Any, i: int, j: int, number: Any) -> Any:
     return whole if isinstance(array.dtype, types.Float) else half
 
 
-# %% export="kernels_numba.py"
-@compiled
-def add_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
-    """x += delta; out = x, normalised. All [tokens, hidden]."""
-    size = x.shape[1]
-    for row in range(len(x)):
-        total = Float(0)
-        for i in range(size):
-            put(x, row, i, get(x[row, i]) + get(delta[row, i]))
-            total += get(x[row, i]) ** 2
-        scale = Float(1) / np.sqrt(total / Float(size) + eps)
-        for i in range(size):
-            put(out, row, i, get(x[row, i]) * scale * get(weight[i]))
-
-
-# %% [markdown]
-# `get` and `put` stand for the format. A bfloat16 is the upper half of a float32: sixteen bits, and
-# sixteen zeros behind them. Numba knows no bfloat16, and needs none. The bits are shifted up, the sum
-# is computed in float32, and on the way back rounded to the nearest: half of what is
-# cut off is added before the cut, and a tie goes to the even neighbour. Compare with PyTorch's rounding:
-
 # %% name="rounding"
-import numpy as np
-
-from minivllm.kernels_numba import as_array, compiled, get, put
+from minivllm.vectors import as_array, put
 
 
 @compiled
 def copy(given, out):
     for i in range(given.shape[1]):
-        put(out, 0, i, get(given[0, i]))
+        put(out, 0, i, given[0, i])
 
 
 numbers = torch.randn(1, 100_000) * 10.0 ** torch.randint(-20, 20, (1, 100_000))
@@ -241,106 +329,215 @@ copy(as_array(numbers), as_array(rounded))
 print("like PyTorch:", bool((rounded == numbers.bfloat16()).all()))
 
 # %% [markdown]
-# The gate needs an exponential. A function call in a loop ends all vectors, so this one is made of what
-# vectors can do: a power of two is written into the exponent bits of a float, and the rest, an
-# exponent between −½ and ½, is a polynomial. (The coefficients are those of the Cephes library.)
+# ## Vectors, said and not hoped for
+#
+# Up to here the compiler finds the vectors. What follows asks for more. Sixteen sums shall stay in
+# registers while a weight passes by; and memory shall be asked now for what is needed a moment
+# later. A compiler must prove that no two arrays overlap before it does the one, and never does the
+# other. So we say both. Numba lets a program add a type, here a register's worth of numbers, and functions
+# that write the instructions for it:
 
 
-# %% export="kernels_numba.py"
-@compiled
-def exp(x: Any) -> Any:
-    """e**x for x below 88: a power of 2 by its bits, the rest by a polynomial."""
-    y = max(x, Float(-87.0)) * Float(1.44269504)
-    whole = np.floor(y + Float(0.5))
-    part = y - whole
-    p = Float(1.535336e-4)
-    p = p * part + Float(1.339887e-3)
-    p = p * part + Float(9.618437e-3)
-    p = p * part + Float(5.550332e-2)
-    p = p * part + Float(2.402265e-1)
-    p = p * part + Float(6.931472e-1)
-    p = p * part + Float(1.0)
-    return p * float_of(np.uint32((whole + Float(127.0)) * Float(2**23)))
+# %% export="vectors.py"
+FLOAT, INT, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
+LOOSE = ("fast",)  # sums in any order, as in all kernels
 
 
-@compiled
-def gate(both: Any, out: Any) -> None:
-    """out = silu(left half) * right half, [tokens, 2 * wide] -> [tokens, wide]."""
-    wide = out.shape[1]
-    for row in range(len(out)):
-        for i in range(wide):
-            x = get(both[row, i])
-            put(out, row, i, x / (Float(1) + exp(-x)) * get(both[row, wide + i]))
+class Vector(types.Type):
+    """So many float32, side by side."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(f"Vector({lanes})")  # type: ignore[no-untyped-call]
+        self.lanes = lanes
 
 
-@compiled
-def rotate(heads: Any, width: int, cos: Any, sin: Any) -> None:
-    """Turn the first `width` numbers of each row [tokens, heads * head_dim]."""
-    half = cos.shape[1]
-    for row in range(len(heads)):
-        for i in range(0, width, 2 * half):
-            for j in range(half):
-                a, b = get(heads[row, i + j]), get(heads[row, i + half + j])
-                put(heads, row, i + j, a * cos[row, j] - b * sin[row, j])
-                put(heads, row, i + half + j, b * cos[row, j] + a * sin[row, j])
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):
+    """A `Vector` is one value for LLVM too."""
+
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, ir.VectorType(FLOAT, kind.lanes))
 
 
-# %% name="exp"
-from minivllm.kernels_numba import exp
+class Writer:
+    """Writes LLVM's instructions. An array's rows may lie apart, not their numbers."""
 
+    def __init__(self, context: Any, builder: Any) -> None:
+        self.context, self.builder = context, builder
 
-@compiled
-def exp_all(given, out):
-    for i in range(len(given)):
-        out[i] = exp(given[i])
+    def index(self, number: int) -> Any:
+        """A number, as the arguments of kernels are."""
+        return self.context.get_constant(types.intp, number)
 
+    def address(self, kind: Any, array: Any, i: Any, j: Any) -> Any:
+        """Of array[i, j]."""
+        made, b = (
+            self.context.make_array(kind)(self.context, self.builder, array),
+            self.builder,
+        )
+        row = b.mul(i, b.extract_value(made.strides, 0))
+        start = b.gep(b.bitcast(made.data, BYTE.as_pointer()), [row])
+        return b.gep(b.bitcast(start, made.data.type), [j])
 
-x = np.linspace(-87, 80, 100_001, dtype=np.float32)
-found = np.empty_like(x)
-exp_all(x, found)
-error = np.abs(found / np.exp(x.astype(np.float64)) - 1).max()
-print("largest relative error:", f"{error:.0e}")
+    def load(self, at: Any, bits: int, lanes: int) -> Any:
+        """The numbers from an address on; 16 bits are the upper half of a float32."""
+        b, source = self.builder, ir.VectorType(ir.IntType(bits), lanes)
+        given = b.load(b.bitcast(at, source.as_pointer()), align=bits // 8)
+        if bits == 16:
+            wide = ir.VectorType(INT, lanes)
+            given = b.shl(b.zext(given, wide), ir.Constant(wide, [16] * lanes))
+        return b.bitcast(given, ir.VectorType(FLOAT, lanes))
+
+    def store(self, vector: Any, at: Any) -> None:
+        """To an address of float32."""
+        at = self.builder.bitcast(at, vector.type.as_pointer())
+        self.builder.store(vector, at, align=4)
+
+    def spread(self, number: Any, lanes: int) -> Any:
+        """The same in all lanes."""
+        kind, zeros = ir.VectorType(number.type, lanes), ir.VectorType(INT, lanes)
+        nothing = ir.Constant(kind, ir.Undefined)
+        one = self.builder.insert_element(nothing, number, ir.Constant(INT, 0))
+        return self.builder.shuffle_vector(
+            one, nothing, ir.Constant(zeros, [0] * lanes)
+        )
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c."""
+        product = self.builder.fmul(a, b, flags=LOOSE)
+        return self.builder.fadd(product, c, flags=LOOSE)
+
+    def sum(self, vector: Any) -> Any:
+        """Of the numbers of a vector: its halves are added, and theirs, to the end."""
+        lanes = vector.type.count
+        while lanes > 1:
+            lanes //= 2
+            kind = ir.VectorType(INT, lanes)
+            halves = [
+                ir.Constant(kind, [*range(start, start + lanes)])
+                for start in (0, lanes)
+            ]
+            parts = [self.builder.shuffle_vector(vector, vector, h) for h in halves]
+            vector = self.builder.fadd(*parts, flags=LOOSE)
+        return self.builder.extract_element(vector, ir.Constant(INT, 0))
+
+    def ask(self, at: Any) -> None:
+        """Let memory bring what is at an address, and go on."""
+        pointer, module = BYTE.as_pointer(), self.builder.module
+        kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
+        function = cgutils.get_or_insert_function(module, kind, "llvm.prefetch.p0")
+        reading, near, data = (ir.Constant(INT, n) for n in (0, 3, 1))
+        at = self.builder.bitcast(at, pointer)
+        self.builder.call(function, [at, reading, near, data])
+
 
 # %% [markdown]
-# Rotation writes over the product's own output. It may: nobody else reads it. These are the methods
-# of chapter 5's `Ops`, under the same names. A layer does not know who they are.
+# The functions that a kernel calls are thin: they name their types, and let a `Writer` write. `lanes` is
+# a number that the compiler knows.
 
 
-# %% export="kernels_numba.py"
-def as_array(x: Tensor) -> Any:
-    """The same memory for Numba; 16-bit floats as their bits."""
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+# %% export="vectors.py"
+Write = Callable[[Writer, Sequence[Any]], Any]
 
 
-class NumbaOps(Ops):
-    """Each in one pass over memory, on one core: there is little to do."""
+def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
+    """What Numba wants of an intrinsic: types, and who writes the instructions."""
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        """Add to the stream x [tokens, hidden], in place; the sum, normalised."""
-        if delta is None:
-            return super().add_norm(x, delta, norm)
-        out = torch.empty_like(x)
-        weight = as_array(norm.weight.detach())
-        add_norm(as_array(x), as_array(delta), weight, Float(norm.eps), as_array(out))
-        return out
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        value = write(Writer(context, builder), given)
+        return context.get_dummy_value() if value is None else value
 
-    def turns(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32 [tokens, head_dim / 2]."""
-        return angles.cos(), angles.sin()
+    return result(*kinds), generate
 
-    def rotate(
-        self, by_head: Tensor, num_heads: int, turns: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """The first heads of [tokens, heads, head_dim], turned in place."""
-        rows, width = as_array(by_head.flatten(1)), num_heads * by_head.shape[2]
-        rotate(rows, width, *(turn.numpy() for turn in turns))
-        return by_head[:, :num_heads]
 
-    def gate(self, both: Tensor) -> Tensor:
-        """[tokens, 2 * wide], gate and up side by side -> [tokens, wide]."""
-        out = both.new_empty(len(both), both.shape[1] // 2)
-        gate(as_array(both), as_array(out))
-        return out
+@intrinsic(prefer_literal=True)
+def _zero(typing: Any, lanes: Any) -> Any:
+    many = lanes.literal_value
+    none = ir.Constant(ir.VectorType(FLOAT, many), [0.0] * many)
+    return written(Vector(many), [lanes], lambda writer, given: none)
+
+
+@intrinsic(prefer_literal=True)
+def _load(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
+    many, bits = lanes.literal_value, array.dtype.bitwidth
+
+    def write(writer: Writer, given: Sequence[Any]) -> Any:
+        return writer.load(writer.address(array, *given[:3]), bits, many)
+
+    return written(Vector(many), [array, types.intp, types.intp, lanes], write)
+
+
+@intrinsic(prefer_literal=True)
+def _spread(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
+    many = lanes.literal_value
+
+    def write(writer: Writer, given: Sequence[Any]) -> Any:
+        at = writer.address(array, *given[:3])
+        return writer.spread(writer.builder.load(at), many)
+
+    return written(Vector(many), [array, types.intp, types.intp, lanes], write)
+
+
+@intrinsic
+def _store(typing: Any, array: Any, i: Any, j: Any, vector: Any) -> Any:
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        writer.store(given[3], writer.address(array, *given[:3]))
+
+    return written(types.void, [array, types.intp, types.intp, vector], write)
+
+
+@intrinsic
+def _put_sum(typing: Any, array: Any, i: Any, j: Any, vector: Any) -> Any:
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        at = writer.address(array, *given[:3])
+        writer.builder.store(writer.sum(given[3]), at)
+
+    return written(types.void, [array, types.intp, types.intp, vector], write)
+
+
+@intrinsic
+def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    return written(c, [c, c, c], lambda writer, given: writer.multiply_add(*given))
+
+
+@intrinsic
+def _larger(typing: Any, a: Any, b: Any) -> Any:
+    def write(writer: Writer, given: Sequence[Any]) -> Any:
+        kind, module = ir.FunctionType(FLOAT, [FLOAT] * 2), writer.builder.module
+        function = module.declare_intrinsic("llvm.maxnum", [FLOAT], kind)
+        return writer.builder.call(function, given, fastmath=LOOSE)
+
+    return written(types.float32, [types.float32] * 2, write)
+
+
+@intrinsic
+def _prefetch(typing: Any, array: Any, i: Any, j: Any) -> Any:
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        writer.ask(writer.address(array, *given))
+
+    return written(types.void, [array, types.intp, types.intp], write)
+
+
+zero, load, spread, store = cast(Any, (_zero, _load, _spread, _store))
+fma, put_sum, larger, prefetch = cast(Any, (_fma, _put_sum, _larger, _prefetch))
+
+
+def widened(weight: Any, first: int, room: Any) -> Any:
+    """Rows of a weight from `first` on, as float32: an array, and where they begin."""
+
+
+@overload(widened)
+def _widened(weight: Any, first: int, room: Any) -> Any:
+    def whole(weight: Any, first: int, room: Any) -> Any:
+        return weight, first
+
+    def half(weight: Any, first: int, room: Any) -> Any:
+        for r in range(len(room)):
+            for i in range(0, room.shape[1], 16):
+                store(room, r, i, load(weight, first + r, i, 16))
+        return room, 0
+
+    return whole if isinstance(weight.dtype, types.Float) else half
 
 
 # %% [markdown]
@@ -348,169 +545,197 @@ class NumbaOps(Ops):
 #
 # PyTorch's attention wants keys side by side. So chapter 5 gathers: it reads each key from its page,
 # writes it into a row of its own, and then attention reads it again. A decode step does this with
-# all contexts, and they are the larger part of what it reads. A kernel can follow the page table:
-# a slot is a page's number times its size, plus an offset.
+# all contexts, and they are the larger part of what it reads. A kernel can follow the page table, one slot
+# after the other. What a processor guesses about the next read is wrong there at the end of
+# each page; we know better, and ask for the slot that comes {8} turns later.
 #
 # What is one core's share? A request is too much: with one request the other core would wait. A head is
 # awkward: the heads of a token lie side by side, and three passes would each take a third of a line of
 # memory. So contexts are cut into *pieces* of about {128} tokens. A piece reads its keys once for all heads,
 # gives its weights a sum of 1, reads its values, and leaves an average and the logarithm of the
-# sum, as chapter 5's `attend` does.
+# sum, as chapter 5's `attend` does. Here the lanes go along a head: requests have contexts of
+# their own, and share no lane.
 
 
 # %% export="kernels_numba.py"
+from minivllm.vectors import (
+    fma,
+    larger,
+    load,
+    prefetch,
+    put,
+    put_sum,
+    spread,
+    store,
+    zero,
+)
+
+AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
+
+
+@compiled
+def ask_for(memory: Any, slot: Any) -> None:
+    """Let memory bring a slot's heads."""
+    for j in range(0, memory.shape[1], 64 // memory.itemsize):
+        prefetch(memory, slot, j)
+
+
 @compiled
 def weigh(scores: Any) -> Any:
     """Softmax, in place; the logarithm of the sum of the exponentials."""
     largest, total = Float(-3.4e38), Float(0)
     for i in range(len(scores)):
-        largest = max(largest, scores[i])
+        largest = larger(largest, scores[i])
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - largest)
         total += scores[i]
+    share = Float(1) / total
     for i in range(len(scores)):
-        scores[i] /= total
+        scores[i] *= share
     return largest + np.log(total)
 
 
 @cache
-def make_read(head_dim: int, group: int) -> Callable[..., None]:
-    """The kernel for one shape of heads: loops of known length become registers."""
+def make_reads(head_dim: int, group: int) -> tuple[Callable[..., None], ...]:
+    """Kernels that ask keys and add values up; `group` heads share one of each."""
+    lanes = math.gcd(head_dim, 16)
 
-    def read(
-        asked: Any,
-        keys: Any,
-        values: Any,
-        pieces: Any,
-        tables: Any,
-        page_size: int,
-        found: Any,
-        sums: Any,
-    ) -> None:
-        """Averages [pieces, heads * head_dim] and sums of weights [pieces, heads].
+    def score(asked: Any, keys: Any, slots: Any, scores: Any) -> None:
+        """scores[head, i] = asked[head] * the key in slots[i]."""
+        last = len(slots) - 1
+        for i in range(len(slots)):
+            ask_for(keys, slots[min(i + AHEAD, last)])
+            for head in range(len(scores)):
+                start, found = head // group * head_dim, zero(lanes)
+                for j in range(0, head_dim, lanes):
+                    key = load(keys, slots[i], start + j, lanes)
+                    found = fma(load(asked, head, j, lanes), key, found)
+                put_sum(scores, head, i, found)
 
-        `asked` [tokens, heads * head_dim] are queries; a piece (row, table, start, end)
-        is a part of that row's context; `keys` and `values` are [slots, kv_heads *
-        head_dim].
-        """
-        num_kv_heads = keys.shape[1] // head_dim
-        num_heads = num_kv_heads * group
-        scale = Float(1 / math.sqrt(head_dim))
-        for piece in prange(len(pieces)):
-            row, table, start, end = pieces[piece]
-            query = asked[row].copy()
-            scores = np.empty((num_heads, end - start), np.float32)
-            for i in range(end - start):
-                at = start + i
-                page = tables[table, at // page_size]
-                slot = page * page_size + at % page_size
-                for kv in range(num_kv_heads):
-                    for g in range(group):
-                        head = kv * group + g
-                        score = Float(0)
-                        for j in range(head_dim):
-                            key = get(keys[slot, kv * head_dim + j])
-                            score += query[head * head_dim + j] * key
-                        scores[head, i] = score * scale
-            for head in range(num_heads):
-                sums[piece, head] = weigh(scores[head])
-            average = np.zeros(num_heads * head_dim, np.float32)
-            for i in range(end - start):
-                at = start + i
-                page = tables[table, at // page_size]
-                slot = page * page_size + at % page_size
-                for kv in range(num_kv_heads):
-                    for g in range(group):
-                        head = kv * group + g
-                        weight = scores[head, i]
-                        for j in range(head_dim):
-                            value = get(values[slot, kv * head_dim + j])
-                            average[head * head_dim + j] += weight * value
-            found[piece] = average
+    def average(scores: Any, values: Any, slots: Any, out: Any) -> None:
+        """out[head] = the sum over i of scores[head, i] * the value in slots[i]."""
+        last = len(slots) - 1
+        for i in range(len(slots)):
+            ask_for(values, slots[min(i + AHEAD, last)])
+            for first in range(0, len(out), group):
+                start = first // group * head_dim
+                for j in range(0, head_dim, lanes):
+                    value = load(values, slots[i], start + j, lanes)
+                    for head in range(first, first + group):
+                        weight = spread(scores, head, i, lanes)
+                        sums = fma(weight, value, load(out, head, j, lanes))
+                        store(out, head, j, sums)
 
-    return compiled(read, parallel=has_threads())
-
-
-# %% [markdown]
-# Then the pieces of a row are put together, each by its share of the whole sum. A run of pages
-# that several requests share is still *one* product for all of them, as in chapter 5: there is
-# enough work in it for PyTorch. Its results are further pieces.
+    return compiled(score), compiled(average)
 
 
 # %% export="kernels_numba.py"
-@compiled
-def merge(found: Any, sums: Any, order: Any, ends: Any, rows: Any, out: Any) -> None:
-    """Put the pieces of each row together: order[ends[i - 1] : ends[i]] are rows[i]'s.
+@cache
+def make_attend(head_dim: int, group: int) -> Callable[..., None]:
+    """The kernel for one shape of heads: loops of known length become registers."""
+    score, average = make_reads(head_dim, group)
+    scale = Float(1 / math.sqrt(head_dim))
 
-    A piece counts by its share of the whole sum.
-    """
-    head_dim = found.shape[1] // sums.shape[1]
-    start = 0
-    for i in range(len(rows)):
-        pieces = order[start : ends[i]]
-        for head in range(sums.shape[1]):
-            weights = sums[pieces, head]
-            weigh(weights)
-            for j in range(head * head_dim, (head + 1) * head_dim):
-                total = Float(0)
-                for k in range(len(pieces)):
-                    total += weights[k] * found[pieces[k], j]
-                put(out, rows[i], j, total)
-        start = ends[i]
+    def attend(
+        heads: Any,
+        keys: Any,
+        values: Any,
+        tables: Any,
+        pieces: Any,
+        found: Any,
+        sums: Any,
+    ) -> None:
+        """What the queries find in their pieces; the logarithms of the sums of weights.
+
+        `heads` [any, lanes] begin with the queries; keys and values are [slots,
+        kv_heads * head_dim]; tables and pieces are a `DecodePlan`'s. The results go to
+        `found` [pieces, heads, head_dim] and `sums` [pieces, heads].
+        """
+        num_heads = found.shape[1]
+        for piece in prange(len(pieces)):
+            row, start, end = pieces[piece]
+            slots = tables[row, start:end]
+            asked = np.empty((num_heads, head_dim), np.float32)
+            for head in range(num_heads):
+                for j in range(head_dim):
+                    asked[head, j] = heads[head * head_dim + j, row] * scale
+            scores = np.empty((num_heads, end - start), np.float32)
+            score(asked, keys, slots, scores)
+            for head in range(num_heads):
+                sums[piece, head] = weigh(scores[head])
+            found[piece] = Float(0)
+            average(scores, values, slots, found[piece])
+
+    return compiled(attend, parallel=has_threads())
 
 
 # %% export="kernels_numba.py"
 PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
+MOST = 32  # tokens: with more of them a product is work, and no longer reading
 
 
 @dataclass(frozen=True)
-class PiecePlan(Plan):
-    """A plan whose single tokens read their contexts piece by piece.
+class DecodePlan(Plan):
+    """A plan of single tokens, which read their contexts piece by piece.
 
-    `pieces` [pieces, 4] are (row, table, start, end) for `read`; those of `reads` are
-    counted behind them. Row `rows[i]` has the pieces `order[ends[i - 1] : ends[i]]`.
+    `slots` are those to write to; `tables` [rows, longest] those of each context.
+    `pieces` [pieces, 3] are (row, start, end). `runs` [runs, 4] are pieces that several
+    rows have in common: start, end, first and last of `readers`; what each finds counts
+    as a further piece. The pieces of row i are `order[ends[i - 1] : ends[i]]`.
     """
 
-    page_size: int = 0
-    pieces: Any = None
+    slots: Any = None
     tables: Any = None
+    pieces: Any = None
+    runs: Any = None
+    readers: Any = None
     order: Any = None
     ends: Any = None
-    rows: Any = None
-    scratch: list[Any] = field(default_factory=list)  # the first layer makes it
 
 
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
-    """Cut the contexts of single tokens into pieces; shared runs stay products."""
-    singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
-    if not singles:
-        return plan
-    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
-    shared, starts = shared_reads(singles, page_size, memory)
-    pieces = [piece for i, c in enumerate(singles) for piece in cut(i, c, starts[i])]
-    readers = [piece[0] for piece in pieces]
-    readers += [row for read in shared for row in read.rows.tolist()]
-    owners = np.array(readers)
-    rows, counts = np.unique(owners, return_counts=True)
-    whole = (plan.positions, plan.write_slots, others, shared, page_size)
+    """Cut the contexts of a decode step into pieces; those that are shared, once."""
+    chunks = plan.chunks
+    if len(chunks) > MOST or len(chunks) < len(plan.positions):
+        return read_together(plan, page_size, memory)
+    tables = np.zeros((len(chunks), max(len(c.context) for c in chunks)), np.int64)
+    for table, chunk in zip(tables, chunks, strict=True):
+        table[: len(chunk.context)] = chunk.context.numpy()
+    runs, readers, starts = find_runs(chunks, page_size)
+    parts = zip(starts, chunks, strict=True)
+    pieces = [
+        (i, *piece)
+        for i, (s, c) in enumerate(parts)
+        for piece in cut(s, len(c.context))
+    ]
+    owners = np.array([row for row, *_ in pieces] + readers)
     order = np.argsort(owners, kind="stable")
-    tables = table_of([chunk.pages for chunk in singles])
-    return PiecePlan(*whole, np.array(pieces), tables, order, counts.cumsum(), rows)
+    whole = (plan.positions, plan.write_slots, chunks, (), plan.write_slots.numpy())
+    shared = np.array(runs).reshape(-1, 4), np.array(readers, np.int64)
+    ends = np.bincount(owners).cumsum()
+    return DecodePlan(*whole, tables, np.array(pieces), *shared, order, ends)
 
 
-def cut(table: int, chunk: ChunkPlan, start: int) -> list[tuple[int, int, int, int]]:
-    """The pieces of one token's context from `start`; none is very short."""
-    row, end = chunk.rows.start, len(chunk.context)
+def find_runs(
+    chunks: Sequence[ChunkPlan], page_size: int
+) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """Runs and readers, as in a `DecodePlan`, and where each own context starts."""
+    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in chunks]
+    readers, starts = list[int](), [0] * len(chunks)
+    runs: list[tuple[int, ...]] = []
+    for members, first, last in shared_runs(tables, page_size):
+        for start, end in cut(first * page_size, last * page_size):
+            runs.append((start, end, len(readers), len(readers) + len(members)))
+            readers += members
+        for row in members:
+            starts[row] = last * page_size
+    return runs, readers, starts
+
+
+def cut(start: int, end: int) -> list[tuple[int, int]]:
+    """The pieces of a context from `start`; the last of several is not very short."""
     cuts = [start, *range(start + PIECE, end - PIECE // 2, PIECE), end]
-    return [(row, table, first, last) for first, last in pairwise(cuts)]
-
-
-def table_of(rows: Sequence[Sequence[int]]) -> Any:
-    """Page tables of different lengths as one array, filled up with 0."""
-    tables = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    for table, pages in zip(tables, rows, strict=True):
-        table[: len(pages)] = pages
-    return tables
+    return list(pairwise(cuts))
 
 
 # %% tags=["hide-input"]
@@ -529,159 +754,466 @@ batch = [
 memory = torch.zeros(70 * 16, 2, 8)
 plan = arrange(plan_batch(batch, 16, 69, torch.device("cpu")), 16, memory)
 rows = [(chunk.request_id, []) for chunk in batch]
-for row, _, start, end in plan.pieces.tolist():
+for row, start, end in plan.pieces.tolist():
     rows[row][1].append((start, end - start, "private", f"{end - start}"))
-for read in plan.reads:
-    for row in read.rows.tolist():
-        rows[row][1].append(
-            (0, len(read.slots), "pinned", f"{len(read.slots)}, together")
-        )
+for start, end, first, last in plan.runs.tolist():
+    for row in plan.readers[first:last].tolist():
+        rows[row][1].append((start, end - start, "pinned", f"{end - start}"))
 draw_rows(
     rows,
     unit=1.4,
-    caption="Three contexts, cut up. A and B share 480 tokens (blue), one product for both; "
-    "the light pieces are what a core reads in one go.",
+    caption="Three contexts, cut up: the numbers are tokens that a core reads in one go. "
+    "A and B share 480 tokens (blue), which are read once for both.",
 )
-
-# %% [markdown]
-# A layer's memory then attends with kernels where a plan has pieces, and else as before.
-
-
-# %% export="kernels_numba.py"
-class PagedReads(PagedAttention):
-    """Reads single tokens' contexts where they lie: nothing is gathered."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__(keys, values)
-        self._arrays = as_array(keys.flatten(1)), as_array(values.flatten(1))
-
-    def attend(self, query: Tensor, plan: Plan) -> Tensor:
-        """What the new tokens find in this layer's memory [tokens, heads, head_dim]."""
-        if not isinstance(plan, PiecePlan):
-            return super().attend(query, plan)
-        out = query.new_empty(query.shape)
-        for chunk in plan.chunks:
-            out[chunk.rows] = self._attend(query[chunk.rows], chunk)
-        found, sums = self._read_shared(query, plan)
-        num_heads, head_dim = query.shape[1:]
-        read = make_read(head_dim, num_heads // self.keys.shape[1])
-        asked, cuts = query.float().flatten(1).numpy(), (plan.pieces, plan.tables)
-        read(asked, *self._arrays, *cuts, plan.page_size, found, sums)
-        rows = as_array(out.flatten(1))
-        merge(found, sums, plan.order, plan.ends, plan.rows, rows)
-        return out
-
-    def _read_shared(self, query: Tensor, plan: PiecePlan) -> Any:
-        """Room for all pieces [pieces, heads * head_dim], those of shared runs done."""
-        num_heads, head_dim = query.shape[1:]
-        if not plan.scratch:
-            size, kind = len(plan.order), np.float32
-            plan.scratch.append(np.empty((size, num_heads * head_dim), kind))
-            plan.scratch.append(np.empty((size, num_heads), kind))
-        found, sums = plan.scratch
-        first = len(plan.pieces)
-        for shared in plan.reads:
-            number = len(shared.rows)
-            both = self._read(query[shared.rows], shared)
-            part, part_sums = (by_row(x, number, num_heads, head_dim) for x in both)
-            found[first : first + number] = part.flatten(1).float().numpy()
-            sums[first : first + number] = part_sums[..., 0].numpy()
-            first += number
-        return found, sums
-
 
 # %% [markdown]
 # ## Products that read
 #
 # With few tokens a product is reading: each weight is used once for each token and never again.
-# In float32 oneDNN's packed weights come near the speed of memory. In bfloat16 half the bytes are
-# read, and hardly less time passes: the arithmetic of 16-bit numbers has become the bound. A kernel
-# can read 16 bits and compute in float32. It takes a block of {96} outputs, so that a row of
-# its weights is a few vectors, side by side in memory, and uses each for up to eight tokens.
+# A weight is spread over all lanes, meets its input of every token, and is added to the sums. No vector
+# must be added up at the end, and sixteen rows of the weight keep sixteen registers of sums busy. While they
+# do, the next sixteen rows are on their way: for every two inputs that pass, memory is asked for two numbers
+# of each of them. A `tile` is this loop:
+
+
+# %% export="vectors.py"
+@intrinsic(prefer_literal=True)
+def _tile(
+    typing: Any,
+    rows: Any,
+    first: Any,
+    columns: Any,
+    lane: Any,
+    out: Any,
+    place: Any,
+    coming: Any,
+    row: Any,
+    shape: Any,
+) -> Any:
+    many, lanes = (each.literal_value for each in shape)
+    bits = coming.dtype.bitwidth
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        w, start, x, at_lane, told, to, later, next_row, _ = given
+        index, b = writer.index, writer.builder
+        inputs = b.extract_value(
+            writer.context.make_array(rows)(writer.context, b, w).shape, 1
+        )
+        none = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+        totals = [cgutils.alloca_once_value(b, none) for _ in range(many)]
+        with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
+            for k in range(2):
+                at = writer.address(columns, x, b.add(i, index(k)), at_lane)
+                taken = writer.load(at, 32, lanes)
+                for r, total in enumerate(totals):
+                    at = writer.address(
+                        rows, w, b.add(start, index(r)), b.add(i, index(k))
+                    )
+                    weight = writer.spread(b.load(at), lanes)
+                    b.store(writer.multiply_add(weight, taken, b.load(total)), total)
+            for k in range(0, 2 * many, 512 // bits):
+                j = b.add(b.mul(i, index(many)), index(k))
+                writer.ask(writer.address(coming, later, next_row, j))
+        for r, total in enumerate(totals):
+            at = writer.address(out, told, b.add(to, index(r)), at_lane)
+            writer.store(b.load(total), at)
+
+    i = types.intp
+    kinds = [rows, i, columns, i, out, i, coming, i, shape]
+    return written(types.void, kinds, write)
+
+
+tile = cast(Any, _tile)
+
+
+# %% [markdown]
+# Sixteen-bit rows are widened first, into a place that stays in the cache; to do it in the loop would cost
+# more than the sums. Float32 rows are taken where they are.
 
 
 # %% export="kernels_numba.py"
-WIDTH = 96  # outputs in a block of weights
-TOGETHER = 8  # tokens for which a block is read once
+from minivllm.vectors import as_array, tile, widened
+
+WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+BLOCK = 96  # outputs that a core takes
+
+
+@cache
+def make_multiply(lanes: int) -> Callable[..., None]:
+    """The product's kernel for so many tokens."""
+    if lanes == 1:
+        return multiply_one
+    wide = min(lanes, WIDE)
+    shape = (ROWS, wide)
+
+    def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
+        """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
+        num_outputs, num_inputs = weight.shape
+        for block in prange(-(-num_outputs // BLOCK)):
+            room = np.empty((ROWS, num_inputs), np.float32)
+            for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
+                first = min(at, num_outputs - ROWS)
+                rows, start = widened(weight, first, room)
+                for lane in range(0, lanes, wide):
+                    coming = first + ROWS
+                    tile(rows, start, x, lane, out, first, weight, coming, shape)
+        for i in range(len(bias)):
+            for lane in range(lanes):
+                out[i, lane] += bias[i, 0]
+
+    return compiled(multiply, parallel=has_threads())
 
 
 @partial(compiled, parallel=has_threads())
-def multiply(x: Any, blocks: Any, bias: Any, out: Any) -> None:
-    """out = x times weight, plus bias: [tokens, inputs] -> [tokens, outputs].
+def multiply_one(x: Any, weight: Any, bias: Any, out: Any) -> None:
+    """The same for one token: sums along the inputs, a multiple of 16."""
+    num_outputs, num_inputs = weight.shape
+    given = x.reshape((1, num_inputs))
+    for block in prange(-(-num_outputs // BLOCK)):
+        for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), 4):
+            first = min(at, num_outputs - 4)
+            a = b = c = d = zero(16)
+            for i in range(0, num_inputs, 16):
+                part = load(given, 0, i, 16)
+                a = fma(load(weight, first, i, 16), part, a)
+                b = fma(load(weight, first + 1, i, 16), part, b)
+                c = fma(load(weight, first + 2, i, 16), part, c)
+                d = fma(load(weight, first + 3, i, 16), part, d)
+                for k in range(0, 64, 64 // weight.itemsize):
+                    prefetch(weight, first + 4, 4 * i + k)
+            put_sum(out, first, 0, a)
+            put_sum(out, first + 1, 0, b)
+            put_sum(out, first + 2, 0, c)
+            put_sum(out, first + 3, 0, d)
+    for i in range(len(bias)):
+        out[i, 0] += bias[i, 0]
 
-    `blocks` [number, inputs, WIDTH] are the weight; inputs are a multiple of 4.
-    """
-    num_tokens, num_inputs = x.shape
-    for block in prange(len(blocks)):
-        first = max(0, block * WIDTH)  # so that it is known not to be negative
-        width = min(WIDTH, out.shape[1] - first)
-        sums = np.empty((TOGETHER, WIDTH), np.float32)
-        for start in range(0, num_tokens, TOGETHER):
-            rows = min(TOGETHER, num_tokens - start)
-            sums[:] = Float(0)
-            for i in range(0, num_inputs, 4):
-                for row in range(rows):
-                    a, b = get(x[start + row, i]), get(x[start + row, i + 1])
-                    c, d = get(x[start + row, i + 2]), get(x[start + row, i + 3])
-                    for j in range(WIDTH):
-                        sums[row, j] += (
-                            a * get(blocks[block, i, j])
-                            + b * get(blocks[block, i + 1, j])
-                            + c * get(blocks[block, i + 2, j])
-                            + d * get(blocks[block, i + 3, j])
-                        )
-            for row in range(rows):
-                for j in range(width):
-                    total = sums[row, j] + get(bias[first + j])
-                    put(out, start + row, first + j, total)
+
+# %% [markdown]
+# A tile is also what a shared run of pages asks for. Sixteen readers of one system prompt, three heads each that
+# share a key: 48 queries meet the same key, as 16 tokens meet the same weight. The keys of a run are the
+# rows of a weight, and a lane is a query. Then weights for each lane, and the values, turned around, are a
+# second weight.
+
+
+# %% export="kernels_numba.py"
+@compiled
+def weigh_lanes(scores: Any, sums: Any) -> None:
+    """`weigh` for each column of scores [tokens, lanes]."""
+    largest = np.full(scores.shape[1], Float(-3.4e38), np.float32)
+    total = np.zeros(scores.shape[1], np.float32)
+    for i in range(len(scores)):
+        for lane in range(scores.shape[1]):
+            largest[lane] = larger(largest[lane], scores[i, lane])
+    for i in range(len(scores)):
+        for lane in range(scores.shape[1]):
+            scores[i, lane] = exp(scores[i, lane] - largest[lane])
+            total[lane] += scores[i, lane]
+    for i in range(len(scores)):
+        for lane in range(scores.shape[1]):
+            scores[i, lane] /= total[lane]
+    for lane in range(scores.shape[1]):
+        sums[lane] = largest[lane] + np.log(total[lane])
+
+
+@cache
+def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
+    """The kernel for runs of pages that several rows read."""
+    multiply_tiles, scale = make_tiles(WIDE), Float(1 / math.sqrt(head_dim))
+    wide, deep = math.gcd(head_dim, 16), -(-head_dim // ROWS) * ROWS
+
+    def attend_together(
+        heads: Any,
+        keys: Any,
+        values: Any,
+        tables: Any,
+        runs: Any,
+        readers: Any,
+        found: Any,
+        sums: Any,
+    ) -> None:
+        """As `attend`, with a result for each reader of a run."""
+        num_kv_heads = keys.shape[1] // head_dim
+        for job in prange(len(runs) * num_kv_heads):
+            kv = job % num_kv_heads
+            start, end, first, last = runs[job // num_kv_heads]
+            slots = tables[readers[first], start:end]
+            rows = -(-len(slots) // ROWS) * ROWS
+            lanes = -(-(last - first) * group // WIDE) * WIDE
+            asked = np.zeros((deep, lanes), np.float32)
+            for reader in range(first, last):
+                for g in range(group):
+                    lane, head = (reader - first) * group + g, kv * group + g
+                    for j in range(head_dim):
+                        query = heads[head * head_dim + j, readers[reader]]
+                        asked[j, lane] = query * scale
+            known = np.zeros((rows, deep), np.float32)
+            for i in range(len(slots)):
+                for j in range(0, head_dim, wide):
+                    store(known, i, j, load(keys, slots[i], kv * head_dim + j, wide))
+            scores = np.empty((rows, lanes), np.float32)
+            multiply_tiles(known, asked, scores)
+            logs = np.empty(lanes, np.float32)
+            weigh_lanes(scores[: len(slots)], logs)
+            scores[len(slots) :] = Float(0)
+            for i in range(len(slots)):
+                for j in range(0, head_dim, wide):
+                    store(known, i, j, load(values, slots[i], kv * head_dim + j, wide))
+            average = np.empty((deep, lanes), np.float32)
+            multiply_tiles(known.T.copy(), scores, average)
+            for reader in range(first, last):
+                for g in range(group):
+                    lane, head = (reader - first) * group + g, kv * group + g
+                    sums[reader, head] = logs[lane]
+                    for j in range(head_dim):
+                        found[reader, head, j] = average[j, lane]
+
+    return compiled(attend_together, parallel=has_threads())
+
+
+@cache
+def make_tiles(wide: int) -> Callable[..., None]:
+    """A product of small arrays, on one core."""
+    shape = (ROWS, wide)
+
+    def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
+        for row in range(0, len(weight), ROWS):
+            for lane in range(0, x.shape[1], wide):
+                tile(weight, row, x, lane, out, row, weight, row + ROWS, shape)
+
+    return compiled(multiply_tiles)
+
+
+# %% [markdown]
+# In the end the pieces of a row are put together, each by its share of the whole sum.
+
+
+# %% export="kernels_numba.py"
+@partial(compiled, parallel=has_threads())
+def merge(found: Any, sums: Any, order: Any, ends: Any, out: Any) -> None:
+    """out [heads * head_dim, lanes]: averages of each row's pieces, by their sums."""
+    head_dim = found.shape[2]
+    for row in prange(len(ends)):
+        pieces = order[ends[row - 1] if row else 0 : ends[row]]
+        for head in range(found.shape[1]):
+            weights = sums[pieces, head]
+            weigh(weights)
+            for j in range(head_dim):
+                total = Float(0)
+                for k in range(len(pieces)):
+                    total += weights[k] * found[pieces[k], head, j]
+                out[head * head_dim + j, row] = total
 
 
 # %% [markdown]
 # A prompt of 512 tokens is the other case: each weight is used 512 times, and what counts is
-# arithmetic. PyTorch's float32 product is the fastest here, for either format. So the blocks are
-# widened and turned back, layer by layer, which costs less than it saves. In float32 it would cost
-# more, for there is twice as much to move: there oneDNN's packed weights stay.
+# arithmetic. PyTorch's float32 product is the fastest here, for either format: 16-bit weights are
+# widened first, layer by layer, which costs less than it saves. Both ways take the weights as the
+# checkpoint has them, so there is one copy.
 
 
 # %% export="kernels_numba.py"
+NO_BIAS = np.empty((0, 1), np.float32)
+
+
+class ReadProduct:
+    """x -> x times weight, plus bias: read once for few tokens, PyTorch's for many."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        added = NO_BIAS if bias is None else bias.float()[:, None].numpy()
+        self.arrays = as_array(weight), added
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs]."""
+        if len(x) > MOST:
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        lanes = lanes_for(len(x))
+        out = torch.empty(len(self.weight), lanes)
+        columns = as_lanes(x, lanes)
+        make_multiply(lanes)(columns.numpy(), *self.arrays, out.numpy())
+        told = x.new_empty(len(x), len(self.weight))
+        turn(out.numpy(), as_array(told))
+        return told
+
+
 @partial(compiled, parallel=has_threads())
-def unblock(blocks: Any, out: Any) -> None:
-    """The weight as PyTorch's product wants it, float32 [outputs, inputs]."""
-    num_inputs = blocks.shape[1]
-    for block in prange(len(blocks)):
-        first = max(0, block * WIDTH)
-        for start in range(0, num_inputs, 16):  # squares that stay in the cache
-            for j in range(min(WIDTH, len(out) - first)):
-                for i in range(start, min(start + 16, num_inputs)):
-                    out[first + j, i] = get(blocks[block, i, j])
+def turn(columns: Any, out: Any) -> None:
+    """[outputs, lanes] -> [tokens, outputs], in the format of the result."""
+    for block in prange(-(-len(columns) // BLOCK)):
+        first = max(0, block * BLOCK)
+        for i in range(first, min(len(columns), first + BLOCK)):
+            for lane in range(len(out)):
+                put(out, lane, i, columns[i, lane])
 
 
-MOST = 32  # tokens: with more of them a product is work, and no longer reading
+def lanes_for(num_tokens: int) -> int:
+    """How many lanes so many tokens take."""
+    return 1 if num_tokens == 1 else next(n for n in (8, 16, 32) if n >= num_tokens)
 
 
-def blocked_product(weight: Tensor, bias: Tensor | None) -> Multiply:
-    """x -> x times weight, plus bias: 16-bit weights in blocks, others packed."""
+def as_lanes(x: Tensor, lanes: int) -> Tensor:
+    """[tokens, features] -> float32 [features, lanes]; lanes left over are 0."""
+    out = torch.zeros(x.shape[1], lanes)
+    out[:, : len(x)] = x.t()
+    return out
+
+
+def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
+    """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
-    if weight.dtype != torch.bfloat16 or num_inputs % 4:
+    if num_outputs < ROWS or num_inputs % 16:
         return packed_product(weight, bias)
-    padded = F.pad(weight, (0, 0, 0, -num_outputs % WIDTH))
-    blocks = as_array(padded.view(-1, WIDTH, num_inputs).transpose(1, 2).contiguous())
-    added = weight.new_zeros(num_outputs) if bias is None else bias
-
-    def product(x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), num_outputs)
-        if len(x) <= MOST:
-            multiply(as_array(x), blocks, as_array(added), as_array(out))
-            return out
-        plain = torch.empty(num_outputs, num_inputs)
-        unblock(blocks, plain.numpy())
-        return out.copy_(F.linear(x.float(), plain, added.float()))
-
-    return product
+    return ReadProduct(weight, bias)
 
 
 # %% [markdown]
-# All four together are a `Backend`, which chapter 14's `LLM` takes by itself where it can be used
+# ## A layer of kernels
+#
+# What is left for Python is to call them in order, eleven times a layer. Between two products no
+# tensor is made: all kernels of a step write to the same arrays, layer after layer.
+
+
+# %% export="kernels_numba.py"
+@compiled
+def write(heads: Any, first: int, slots: Any, keys: Any, values: Any) -> None:
+    """Store each lane's key and value, rows of `heads` from `first` on, in its slot."""
+    width = keys.shape[1]
+    for lane in range(len(slots)):
+        for j in range(width):
+            put(keys, slots[lane], j, heads[first + j, lane])
+            put(values, slots[lane], j, heads[first + width + j, lane])
+
+
+class CompiledLayers:
+    """Runs the layers of a decode step by kernels, another as chapter 5 does."""
+
+    def __init__(self) -> None:
+        self._weights: dict[Layer, tuple[Any, ...] | None] = {}
+        self._memory: dict[PagedAttention, tuple[Any, Any]] = {}
+        self.add_norm: Any = add_norm
+        self.rotate: Any = rotate
+        self.gate: Any = gate
+
+    def multiply(self, x: Any, arrays: tuple[Any, Any], out: Any) -> None:
+        """out = the weight in `arrays` times x, plus its bias."""
+        make_multiply(x.shape[1])(x, *arrays, out)
+
+    def attend(
+        self, heads: Any, memory: Any, plan: DecodePlan, room: Any, out: Any
+    ) -> None:
+        """out [heads * head_dim, lanes]: what each lane finds in its context."""
+        found, sums = room
+        head_dim, own = found.shape[2], len(plan.pieces)
+        shape = (head_dim, found.shape[1] * head_dim // memory[0].shape[1])
+        given = (heads, *memory, plan.tables)
+        make_attend(*shape)(*given, plan.pieces, found, sums)
+        if len(plan.runs):
+            together = make_attend_together(*shape)
+            together(*given, plan.runs, plan.readers, found[own:], sums[own:])
+        merge(found, sums, plan.order, plan.ends, out)
+
+    def __call__(
+        self,
+        layers: Sequence[Layer],
+        x: Tensor,
+        memory: Sequence[PagedAttention],
+        plan: Plan,
+        angles: Tensor,
+    ) -> Tensor:
+        """What `run_layers` gives."""
+        weights = [self._weights_of(layer) for layer in layers]
+        if not isinstance(plan, DecodePlan) or None in weights:
+            return run_layers(layers, x, memory, plan, angles)
+        lanes = lanes_for(len(x))
+        stream = as_lanes(x, lanes).numpy()
+        delta, room = np.zeros_like(stream), make_room(layers[0], plan, lanes)
+        turns = [as_lanes(turn, lanes).numpy() for turn in (angles.cos(), angles.sin())]
+        for own, layer_memory in zip(weights, memory, strict=True):
+            kept = self._memory_of(layer_memory)
+            self._layer(stream, delta, own, kept, plan, turns, room)
+        return torch.from_numpy(stream + delta)[:, : len(x)].t().to(x.dtype)
+
+    def _layer(
+        self,
+        x: Any,
+        delta: Any,
+        weights: Any,
+        memory: Any,
+        plan: DecodePlan,
+        turns: Any,
+        room: Any,
+    ) -> None:
+        """Add delta to the stream x [hidden, lanes]; delta = what the layer leaves."""
+        norm, qkv, head_norm, output, second_norm, gate_and_up, down = weights
+        normal, heads, seen, both, inner, found = room
+        self.add_norm(x, delta, *norm, normal)
+        self.multiply(normal, qkv, heads)
+        if head_norm is not None:
+            norm_heads(heads, head_norm[0], head_norm[1], found[0].shape[2])
+        self.rotate(heads, len(seen) + memory[0].shape[1], *turns)
+        write(heads, len(seen), plan.slots, *memory)
+        self.attend(heads, memory, plan, found, seen)
+        self.multiply(seen, output, delta)
+        self.add_norm(x, delta, *second_norm, normal)
+        self.multiply(normal, gate_and_up, both)
+        self.gate(both, inner)
+        self.multiply(inner, down, delta)
+
+    def _weights_of(self, layer: Layer) -> tuple[Any, ...] | None:
+        if layer not in self._weights:
+            self._weights[layer] = weights_of(layer)
+        return self._weights[layer]
+
+    def _memory_of(self, memory: PagedAttention) -> tuple[Any, Any]:
+        if memory not in self._memory:
+            arrays = [as_array(x.flatten(1)) for x in (memory.keys, memory.values)]
+            self._memory[memory] = (arrays[0], arrays[1])
+        return self._memory[memory]
+
+
+def weights_of(layer: Layer) -> tuple[Any, ...] | None:
+    """A layer's weights for the kernels, or None if some are not for them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = (attention.qkv, attention.output, mlp.gate_and_up, mlp.down)
+    products = [part.multiply for part in parts]
+    if not all(isinstance(product, ReadProduct) for product in products):
+        return None
+    qkv, output, gate_and_up, down = (cast(Any, each).arrays for each in products)
+    norm = norm_of((layer.input_layernorm, 1))
+    second = norm_of((layer.post_attention_layernorm, 1))
+    head_norm, (num_heads, num_kv_heads) = None, attention.heads
+    if attention.q_norm is not None and attention.k_norm is not None:
+        head_norm = norm_of(
+            (attention.q_norm, num_heads), (attention.k_norm, num_kv_heads)
+        )
+    return norm, qkv, head_norm, output, second, gate_and_up, down
+
+
+def norm_of(*norms: tuple[RMSNorm, int]) -> tuple[Any, Any]:
+    """Weights of norms, each so often, [all, 1]; what keeps them from dividing by 0."""
+    weights = [norm.weight.detach().float().repeat(often) for norm, often in norms]
+    return torch.cat(weights)[:, None].numpy(), Float(norms[0][0].eps)
+
+
+def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
+    """Arrays for what a layer computes on its way; the next one writes over them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    num_heads, num_pieces = attention.heads[0], len(plan.order)
+    sizes = [layer.input_layernorm.weight.numel()]
+    for product in (attention.qkv, attention.output, mlp.gate_and_up, mlp.down):
+        sizes.append(len(cast(Any, product.multiply).weight))
+    hidden, heads, _, both, _ = sizes
+    seen = num_heads * attention.head_dim
+    found = np.empty((num_pieces, num_heads, attention.head_dim), np.float32)
+    pieces = (found, np.empty((num_pieces, num_heads), np.float32))
+    rows = (hidden, heads, seen, both, both // 2)
+    return (*(np.empty((n, lanes), np.float32) for n in rows), pieces)
+
+
+# %% [markdown]
+# All of it is a `Backend`, which chapter 14's `LLM` takes by itself where it can be used
 # (`kernels="auto"`), and `kernels="torch"` leaves out.
 
 
@@ -691,7 +1223,7 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("these kernels are for float32 and bfloat16 on a CPU")
     numba.set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))
-    return Backend(NumbaOps(), PagedReads, arrange, blocked_product)
+    return Backend(CompiledLayers(), arrange, read_product)
 
 
 # %% [markdown]
@@ -827,17 +1359,10 @@ assert answer_1 == 24
 # %% tags=["solution"]
 from minivllm.kernels_numba import cut
 
-
-def sizes_of(length: int) -> list[int]:
-    chunk = Chunk("0", encode_ids([0]), length - 1, range(20), 0, samples=True)
-    placed = plan_batch([chunk], 16, 20, torch.device("cpu")).chunks[0]
-    return [end - start for *_, start, end in cut(0, placed, 0)]
-
-
-answer_2 = sizes_of(193)
+answer_2 = [end - start for start, end in cut(0, 193)]
 
 # %%
-assert sizes_of(192) == [192] and answer_2 == [128, 65]
+assert cut(0, 192) == [(0, 192)] and answer_2 == [128, 65]
 
 # %% [markdown]
 # ### Exercise 3

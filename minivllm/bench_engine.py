@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (77c23b47): edit the chapter.
+# Exported from chapters/15_measuring.py (f43a51f8): edit the chapter.
 """`minivllm bench engine`: steps beside transformers, and where their time goes."""
 
 import time
@@ -293,24 +293,34 @@ class Stopwatch:
 @contextmanager
 def watched(runner: "ModelRunner", watch: Stopwatch) -> Iterator[None]:
     """While it lasts, the parts of a runner's steps tell what they take."""
-    model: Any = runner.model
-    modules = list(model.modules())
-    places: list[tuple[Any, str, str]] = []
-    places += [(part, "multiply", "products") for part in _products(modules)]
-    places += [(layer, "forward", "attention") for layer in runner.memory]
-    ops = runner.backend.ops
-    places += [(ops, "add_norm", "norms"), (ops, "rotate", "rotation")]
-    places += [(ops, "gate", "gates")]
+    places: list[tuple[Any, str, str]] = _places(runner)
     places += [(runner, "sampler", "sampling"), (runner, "run", "pass")]
     kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
     for owner, name, part in places:
-        part = "head" if owner is model.head else part
         setattr(owner, name, watch.wrap(part, getattr(owner, name)))
     try:
         yield
     finally:
         for owner, name, old in kept:
             delattr(owner, name) if old is None else setattr(owner, name, old)
+
+
+def _places(runner: "ModelRunner") -> list[tuple[Any, str, str]]:
+    """Where the work of layers is done: owner, attribute, part of a step."""
+    from minivllm import model
+
+    run: Any = runner.backend.run
+    places: list[tuple[Any, str, str]] = [(runner.model.head, "multiply", "head")]
+    if run is not model.run_layers:
+        places += [(run, "multiply", "products"), (run, "attend", "attention")]
+        places += [(run, "add_norm", "norms"), (run, "rotate", "rotation")]
+        return [*places, (run, "gate", "gates")]
+    modules = list(runner.model.layers.modules())
+    norms = [module for module in modules if isinstance(module, model.RMSNorm)]
+    places += [(part, "multiply", "products") for part in _products(modules)]
+    places += [(layer, "forward", "attention") for layer in runner.memory]
+    places += [(norm, "forward", "norms") for norm in norms]
+    return [*places, (model, "rotate", "rotation"), (model, "gated", "gates")]
 
 
 def _products(modules: Sequence[Any]) -> "list[Product]":

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (5b810f9b): edit the chapter.
+# Exported from chapters/05_model.py (c7f64233): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -8,9 +8,9 @@ matter of copying.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,44 +102,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Ops:
-    """What a layer does between its products, in PyTorch: on any device.
-
-    Each may write into its first argument.
-    """
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        """Add to the stream x [tokens, hidden], in place; the sum, normalised."""
-        if delta is not None:
-            x += delta
-        return cast(Tensor, norm(x))
-
-    def turns(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `rotate` wants of the angles [tokens, head_dim / 2]."""
-        cos, sin = rotation(angles[:, None])
-        return cos.to(dtype), sin.to(dtype)
-
-    def rotate(
-        self, by_head: Tensor, num_heads: int, turns: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """The first heads of [tokens, heads, head_dim], turned."""
-        return rotate(by_head[:, :num_heads], *turns)
-
-    def gate(self, both: Tensor) -> Tensor:
-        """[tokens, 2 * wide], gate and up side by side -> [tokens, wide]."""
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What all layers of one forward pass share."""
-
-    plan: Plan
-    ops: Ops
-    turns: tuple[Tensor, Tensor]
-
-
 class Attention(nn.Module):
     """Projections around `PagedAttention`, for flat tokens [tokens, hidden]."""
 
@@ -159,7 +121,13 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         self.heads = (config.num_heads, config.num_kv_heads)
 
-    def forward(self, x: Tensor, memory: PagedAttention, this: Pass) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        memory: PagedAttention,
+        plan: Plan,
+        turns: tuple[Tensor, Tensor],
+    ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests."""
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
         (num_asking, num_keys), turned = self.heads, sum(self.heads)
@@ -167,9 +135,9 @@ class Attention(nn.Module):
             parts = [num_asking, num_keys, num_keys]
             query, key, value = torch.split(by_head, parts, dim=1)
             by_head = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
-        asks = this.ops.rotate(by_head, turned, this.turns)
+        asks = rotate(by_head[:, :turned], *turns)
         query, key = asks[:, :num_asking], asks[:, num_asking:]
-        out = memory.forward(query, key, by_head[:, turned:], this.plan)
+        out = memory.forward(query, key, by_head[:, turned:], plan)
         return self.output(out.view(len(x), -1))
 
 
@@ -189,9 +157,15 @@ class MLP(nn.Module):
         self.gate_and_up = Product(self.gate_proj, self.up_proj)
         self.down = Product(self.down_proj)
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Treat every token by itself."""
-        return self.down(ops.gate(self.gate_and_up(x)))
+        return self.down(gated(self.gate_and_up(x)))
+
+
+def gated(both: Tensor) -> Tensor:
+    """[tokens, 2 * wide], gate and up side by side -> [tokens, wide]."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Layer(nn.Module):
@@ -205,13 +179,32 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, memory: PagedAttention, this: Pass
-    ) -> Tensor:
-        """Add what the layer before has left to the stream x; what this one leaves."""
-        normal = this.ops.add_norm(x, delta, self.input_layernorm)
-        delta = self.self_attn(normal, memory, this)
-        normal = this.ops.add_norm(x, delta, self.post_attention_layernorm)
-        return cast(Tensor, self.mlp(normal, this.ops))
+        self,
+        x: Tensor,
+        memory: PagedAttention,
+        plan: Plan,
+        turns: tuple[Tensor, Tensor],
+    ) -> None:
+        """Change the stream x [tokens, hidden] in place."""
+        x += self.self_attn(self.input_layernorm(x), memory, plan, turns)
+        x += self.mlp(self.post_attention_layernorm(x))
+
+
+def run_layers(
+    layers: Sequence[Layer],
+    x: Tensor,
+    memory: Sequence[PagedAttention],
+    plan: Plan,
+    angles: Tensor,
+) -> Tensor:
+    """The stream x [tokens, hidden] after all layers; angles [tokens, head_dim / 2]."""
+    cos, sin = (turn.to(x.dtype) for turn in rotation(angles[:, None]))
+    for layer, layer_memory in zip(layers, memory, strict=True):
+        layer(x, layer_memory, plan, (cos, sin))
+    return x
+
+
+Run = Callable[..., Tensor]  # of what `run_layers` takes
 
 
 class Decoder(nn.Module):
@@ -233,16 +226,12 @@ class Decoder(nn.Module):
         memory: Sequence[PagedAttention],
         plan: Plan,
         rows: Tensor,
-        ops: Ops | None = None,
+        run: Run = run_layers,
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
-        x, delta, ops = self.embed_tokens(token_ids), None, ops or Ops()
-        angles = plan.positions[:, None] * self.frequencies.to(x.device)
-        this = Pass(plan, ops, ops.turns(angles, x.dtype))
-        for layer, layer_memory in zip(self.layers, memory, strict=True):
-            delta = layer(x, delta, layer_memory, this)
-        last = None if delta is None else delta[rows]
-        return self.head(ops.add_norm(x[rows], last, self.norm)).float()
+        angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
+        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles)
+        return self.head(self.norm(x[rows])).float()
 
     def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""

@@ -1,10 +1,10 @@
-# Exported from chapters/05_model.py (96f2599a): edit the chapter.
+# Exported from chapters/05_model.py (40b98cc0): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from minivllm.attention import PagedAttention, Plan, plan_batch, read_together
 from minivllm.batch import Chunk
 from minivllm.linear import Maker, packed_product
-from minivllm.model import Decoder, Ops
+from minivllm.model import Decoder, Run, run_layers
 
 Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
 
@@ -35,8 +35,7 @@ class Backend:
     `arrange` prepares a plan for the attention: from page size and any layer's keys.
     """
 
-    ops: Ops = field(default_factory=Ops)
-    attention: type[PagedAttention] = PagedAttention
+    run: Run = run_layers
     arrange: Callable[[Plan, int, Tensor], Plan] = read_together
     product: Maker = packed_product
 
@@ -63,8 +62,8 @@ class ModelRunner:
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
         empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
-        attention, num_layers = self.backend.attention, config.num_layers
-        self.memory = [attention(empty(), empty()) for _ in range(num_layers)]
+        layers = range(config.num_layers)
+        self.memory = [PagedAttention(empty(), empty()) for _ in layers]
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
@@ -91,4 +90,4 @@ class ModelRunner:
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
         given = (ids.to(self.device), self.memory, plan, rows)
-        return cast(Tensor, self.model(*given, self.backend.ops))
+        return cast(Tensor, self.model(*given, self.backend.run))
