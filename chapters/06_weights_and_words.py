@@ -200,7 +200,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 def read_config(folder: Path) -> ModelConfig:
     """The shape of a Hugging Face checkpoint; refuses what would change the numbers."""
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise LoadError(
@@ -232,7 +232,8 @@ def _default_head_dim(raw: dict[str, Any]) -> int:
     return 128 if raw["model_type"] == "qwen3" else shared
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `LoadError` naming the file."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -282,7 +283,7 @@ def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
     """End tokens of config.json and generation_config.json together."""
     found = [raw.get("eos_token_id")]
     if (folder / "generation_config.json").is_file():
-        found.append(_read_json(folder / "generation_config.json").get("eos_token_id"))
+        found.append(read_json(folder / "generation_config.json").get("eos_token_id"))
     flat = [i for ids in found for i in (ids if isinstance(ids, list) else [ids])]
     return frozenset(i for i in flat if i is not None)
 
@@ -316,7 +317,7 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards: dict[Path, list[str]] = {}
-        for name, file in _read_json(index).get("weight_map", {}).items():
+        for name, file in read_json(index).get("weight_map", {}).items():
             shards.setdefault(folder / file, []).append(name)
         return shards
     single = folder / "model.safetensors"
@@ -641,7 +642,7 @@ def _put(model: Decoder, name: str, tensor: Tensor) -> None:
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tokenizers import (
     AddedToken,
@@ -721,13 +722,22 @@ def tokenizer_ends(
     """The end token of tokenizer_config.json, as an id, if there is one."""
     if isinstance(checkpoint, GGUFFile) or tokenizer is None:
         return frozenset()
-    settings = checkpoint / "tokenizer_config.json"
-    with reading(settings):
-        name = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-        name = name.get("eos_token")
-        name = name.get("content") if isinstance(name, dict) else name
+    path = checkpoint / "tokenizer_config.json"
+    with reading(path):
+        name = read_settings(path).get("eos_token")
         found = tokenizer.token_to_id(name) if name else None
     return frozenset() if found is None else frozenset([found])
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file beside a model, if it is there; special tokens are text in it."""
+    found = read_json(path) if path.is_file() else {}
+    return {
+        name: value.get("content")
+        if name.endswith("_token") and isinstance(value, dict)
+        else value
+        for name, value in found.items()
+    }
 
 
 # %% [markdown]

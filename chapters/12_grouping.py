@@ -3,12 +3,10 @@
 #
 # A service holds long sessions, short ones, requests that start with a common template, and lone
 # questions. The cache has room for all of them, so nothing that was computed is ever lost. Five
-# rules decide whom a step admits next. The requests, their arrivals and the cache are the same
-# each time. Who should ride together?
+# rules decide whom a step admits next, of the same requests. Who should ride together?
 #
 # The machine is the simulated GPU of [chapter 8](08_simulation.md); it prefills 25,000 tokens a
-# second. The rules are borrowed from the package until they are built below. A *block* is a page;
-# vLLM calls it so.
+# second. The rules are built below. A *block* is a page; vLLM calls it so.
 
 # %% tags=["hide-input"]
 import json
@@ -172,7 +170,7 @@ def at_once(prompts: list[list[int]], max_tokens: int = 8) -> list[Arrival]:
 # cache holds of it, and what it has in common with another one that waits. A *tier* is a range of
 # shared lengths, in blocks: `tiers(1_000, 8_000)` makes three. Each step admits from one tier,
 # that with most blocks in the cache, and in it those with the same prefix, a *family*, stand side
-# by side. Two more random draws of the traffic are for later.
+# by side.
 
 
 # %%
@@ -241,11 +239,10 @@ for name, rule in RULES.items():
 # [6.2](#opening) s in another. And the slowest gain nowhere: P99, which among sixty requests is
 # the longest wait, is [20.0](#opening) s in order of arrival and more in all others.
 #
-# So a good hit rate says nothing about the tail: one and the same rate has a tail of 20 and of 25
-# seconds here. What changes is who goes first. The last rule knows of no families. It takes
-# whoever has fewest tokens left *to compute*, so a long session that is cached is short work, and
-# has a median of [1.1](#opening) s and the worst tail, [25.3](#opening) s. What else grouping can
-# do must show where memory is short.
+# So a good hit rate says nothing about the tail. What changes is who goes first. The last rule
+# knows of no families. It takes whoever has fewest tokens left *to compute*, and has a median of
+# [1.1](#opening) s and the worst tail, [25.3](#opening) s. What else grouping can do must show
+# where memory is short.
 #
 # ## Two kinds of sharing
 #
@@ -288,7 +285,7 @@ for name, rule in {"in order": in_order, "grouped": tiers(8)}.items():
         print(f"{name:8} {words:13}: {found:4} of {num_tokens} tokens reused")
 
 # %% [markdown]
-# In order of arrival each batch has one request of each document, and inside a step they share
+# In order of arrival each batch has one request of each document: inside a step they share
 # [0](#in-step) tokens. Side by side they share [6144](#in-step). With a cache across steps both
 # orders reach that number, because the next batch finds what the last one left.
 #
@@ -607,9 +604,9 @@ class Estimate(NamedTuple):
 
 
 # %% [markdown]
-# Naming every page of every prompt in every step would be expensive. Sorting is cheaper: in
-# lexical order the prompt that has most in common with another stands right beside it. So it is
-# enough to compare neighbours, as the tree of chapter 3 compares.
+# Naming every page in every step would be expensive. Sorting is cheaper: in lexical order the
+# prompt that has most in common with another stands right beside it. So it is enough to compare
+# neighbours, as the tree of chapter 3 compares.
 
 # %% export="grouping.py"
 from itertools import pairwise
@@ -706,7 +703,7 @@ print(
 #    what is only in common has still to be computed by the first.
 # 4. In the tier those who find most come first, and each brings its family.
 #
-# Seats, tokens and pages are counted off from this list by the scheduler, as always.
+# The scheduler counts off seats, tokens and pages, as always.
 
 # %% export="grouping.py"
 from collections import Counter
@@ -836,9 +833,9 @@ for name, rule in {"in order": in_order, "grouped": tiers(8, 100)}.items():
     print(f"{name:8} {64 - first} seats free in step 1, TTFT by length {times}")
 
 # %% [markdown]
-# Nobody waits for somebody who has not come. But a request may wait a step for another tier's
-# turn, with [62](#seats) seats free: the long ones have their first token after [0.13](#seats)
-# instead of [0.109](#seats) s, the short ones after [0.007](#seats).
+# But a request may wait a step for another tier's turn, with [62](#seats) seats free: the long
+# ones have their first token after [0.13](#seats) instead of [0.109](#seats) s, the short ones
+# after [0.007](#seats).
 #
 # Waiting is said to pay where agents send short prefixes that change all the time, in quick
 # succession. We let everybody wait for the next multiple of 0.2 s, and the wait counts:
@@ -1159,8 +1156,7 @@ for name in ("order of arrival", "tiers"):
 # The first quarter loses: [12.8 s](#windows) instead of [11.4 s](#windows), and [15](#windows)
 # tokens a second instead of [17](#windows). The others gain in both, the last one [19.4
 # s](#windows) instead of [29.0 s](#windows), and [22](#windows) tokens a second instead of
-# [15](#windows). One number for the whole run would have hidden that. Batch by batch we have not
-# measured: a request's wait spans many.
+# [15](#windows). Batch by batch we have not measured: a request's wait spans many.
 #
 # ## Two ways to lose
 #
@@ -1215,8 +1211,8 @@ for words, start in {"the first block": 0, "the second": 1, "the last": 200}.ite
 # One block further on, the variable leaves [31 of 32](#template) requests a hit instead of
 # [0](#template). Throughput stays where it was, [172](#template) and [173](#template): each hit
 # is one block, and the other 200 lie behind the fork. The ledger says so, [31](#template) hits
-# and as many blocks. With the variable at the end it is [561](#template). No scheduler can do
-# that for you.
+# and as many blocks. With the variable at the end it is [561](#template), which no scheduler can
+# do for you.
 #
 # ## Was it worth it?
 #
@@ -1272,12 +1268,11 @@ print(f"lines: order of arrival {sizes[0]}, longest prefix {sizes[1]}, all {size
 # Where there is room nothing is saved. The median falls because short work goes first, and the
 # slowest pay for it, [4 %](#judge) with tiers and [27 %](#judge) with fewest left. Callers with
 # ten seconds would still choose it: [37](#judge) of 60 are served in time, not [6](#judge). Our
-# default is order of arrival all the same. It overtakes nobody who did not agree to it, and not
-# because this table favours it.
+# default is order of arrival all the same: it overtakes nobody who did not agree to it.
 #
 # The simulator prices a token of prefill alike at position 100 and at 100,000, and a decode step
-# alike whatever its lengths: it spares those who compute long prompts anew. It leaves out the time
-# to make a plan, and so spares those who plan.
+# alike whatever its lengths: it spares those who compute long prompts anew. It leaves out the
+# time to make a plan, and so spares those who plan.
 #
 # ## With weights
 #
@@ -1318,9 +1313,8 @@ print(len(answers), "set of answers from two runs")
 # ## What still goes wrong
 #
 # A caller whose request was slow cannot see any of this. Was its prefix not there, or evicted, or
-# there and its turn had not come? Chapter 13 answers that for each request. Before you go on,
-# predict what this queue reuses, and then change the order, the seats or the moment of
-# publication:
+# there and its turn had not come? Chapter 13 answers that for each request. Predict what this
+# queue reuses, then change it:
 
 # %% tags=["live"]
 from minivllm.engine import Engine, Limits

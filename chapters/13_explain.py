@@ -96,7 +96,7 @@ def life(output: RequestOutput) -> Iterator[tuple[float, float, str, str]]:
 names = ["first, 0 cached", *("a long chat" for _ in chats), "again, 480 cached"]
 draw_rows(
     [(name, list(life(output))) for name, output in zip(names, answers, strict=True)],
-    caption="Six requests over time. Dark: the prompt is computed; light: the answer. The last one "
+    caption="Six requests over time. Strong colour: the prompt is computed; pale: the answer. The last one "
     "needs almost no computing, and waits until a chat gives up its seat.",
 )
 

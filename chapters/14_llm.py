@@ -210,7 +210,9 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
 # lists are read off the classes; only the words of help for sampling stand here.
 
 # %% export="options.py"
-SAMPLING = {  # fields of `SamplingParams` that a command line can give, and their help
+# Fields of `SamplingParams` that a command line can give, and their help. `seed` is the
+# engine's, and `logit_bias`, a table of token ids, is given from Python.
+SAMPLING = {
     "max_tokens": "Output tokens at most.",
     "temperature": "0 is greedy; higher is more varied.",
     "top_k": "Draw from the k likeliest tokens; 0: all.",
@@ -771,10 +773,10 @@ class Timeline(Timeline):
             part.unlink(missing_ok=True)
 
 
-def check_trace_place(path: Path) -> None:
-    """Raise `ValueError` if a trace cannot be written there."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"trace: {path} cannot be written")
+def check_place(path: Path | None, option: str) -> None:
+    """Raise `ValueError` if the file that an option names cannot be written."""
+    if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ValueError(f"{option}: {path} cannot be written there")
 
 
 @contextmanager
@@ -783,7 +785,7 @@ def tracing(path: Path | None, clock: Clock | None = None) -> Iterator[Observer]
     if path is None:
         yield ignore
         return
-    check_trace_place(path)
+    check_place(path, "trace")
     timeline = Timeline(clock)
     try:
         yield timeline
@@ -861,6 +863,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.loader import Checkpoint, GGUFFile, reading
+from minivllm.tokenizer import read_settings
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -948,26 +951,18 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     if isinstance(checkpoint, GGUFFile):
         source = checkpoint.get("tokenizer.chat_template")
         return ChatTemplate(source, _gguf_tokens(checkpoint)) if source else None
-    with reading(f"{checkpoint}/tokenizer_config.json"):
-        settings = _settings(checkpoint / "tokenizer_config.json")
+    with reading(path := checkpoint / "tokenizer_config.json"):
+        settings = read_settings(path)
         source = _folder_template(checkpoint, settings)
-        names = [name for name in settings if name.endswith("_token")]
-        texts = {name: settings[name] for name in names}
-        tokens = {
-            n: t["content"] if isinstance(t, dict) else t for n, t in texts.items()
-        }
-        known = {n: t for n, t in tokens.items() if isinstance(t, str)}
+    tokens = {name: text for name, text in settings.items() if name.endswith("_token")}
+    known = {name: text for name, text in tokens.items() if isinstance(text, str)}
     return ChatTemplate(source, known) if source else None
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text("utf-8")
-    older = _settings(folder / "chat_template.json")
+    older = read_settings(folder / "chat_template.json")
     found = older.get("chat_template") or settings.get("chat_template")
     if isinstance(found, list):
         return next((t["template"] for t in found if t["name"] == "default"), None)
@@ -1027,6 +1022,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
+from functools import partial
 from html import escape
 from importlib import import_module
 from numbers import Integral
@@ -1036,7 +1032,7 @@ from typing import Any, Self, cast
 import torch
 from tokenizers import Tokenizer
 
-from minivllm.engine import Engine, Limits, NoText, Writer
+from minivllm.engine import Engine, Limits
 from minivllm.events import Observer, both, ignore
 from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
@@ -1134,7 +1130,7 @@ class LLM:
     ) -> None:
         self.options = chosen = read_options(options)
         if trace is not None:
-            check_trace_place(Path(trace))
+            check_place(Path(trace), "trace")
         self.model, self.progress = model, progress
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
@@ -1152,7 +1148,8 @@ class LLM:
         limits = Limits(config.vocab_size, config.max_context, ends)
         observer = both(observer, self._start_trace(trace))
         parts = (chosen, num_pages, runner, limits, observer, self._decode)
-        self._engine: Engine | None = assemble(*parts, writers=self._writer)
+        writers = self.tokenizer and partial(TextWriter, self.tokenizer)
+        self._engine: Engine | None = assemble(*parts, writers=writers)
 
     def _start_trace(self, trace: str | Path | None) -> Observer:
         self._end_trace: Callable[[], object] = lambda: None
@@ -1173,11 +1170,6 @@ class LLM:
             raise ValueError(
                 f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
             ) from None
-
-    def _writer(self, prompt_ids: TokenIds, params: SamplingParams) -> Writer:
-        if self.tokenizer is None:
-            return NoText()
-        return TextWriter(self.tokenizer, prompt_ids, params)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self.tokenizer is None:

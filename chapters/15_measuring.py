@@ -52,22 +52,19 @@ best, *others = sorted(answers.values())
 print("largest more than twice the smallest:", others[-1] > 2 * best)
 
 # %% [markdown]
-# One function, one argument, one machine, five answers, none of them wrong. The first look-up runs
-# code that has not run yet, on memory that is not at hand. The best of many says what is possible
-# when nothing disturbs, the median what is usual. The fourth includes what a request does once, on
-# arrival: a list becomes an array. The fifth includes a pause of the whole process, charged to
-# whoever was running.
+# One function, one argument, one machine, five answers, none of them wrong. The first look-up
+# runs cold code on cold memory. The best of many says what is possible, the median what is usual.
+# The fourth includes what a request does once, on arrival: a list becomes an array. The fifth
+# includes a pause of the whole process.
 #
-# The misconception is that code *has* a time, which one reads off. A time belongs to a procedure:
-# what was warm, what was encoded before the clock started, what else ran, which reading was kept.
-# This chapter writes the procedure down as a program, and every measured number of the book comes
-# out of it.
+# The misconception is that code *has* a time. A time belongs to a procedure: what was warm, what
+# was encoded before the clock started, what else ran, which reading was kept. This chapter makes
+# the procedure a program, and every measured number of the book comes out of it.
 #
 # ## Two equal things, one of them slower
 #
-# It would seem enough to measure ours, then theirs. Here is a machine whose clock is a variable,
-# and which gets 2 % slower with each run, as a laptop does that becomes warm. We give it the same
-# work under two names.
+# Measure ours, then theirs? Here is a machine whose clock is a variable, and which gets 2 %
+# slower with each run, as a laptop does that becomes warm. It does the same work under two names.
 
 
 # %% name="drift"
@@ -101,10 +98,9 @@ print(f"after / before, one then the other: {median(after) / median(before):.2f}
 
 # %% [markdown]
 # The second contestant is [1.15](#drift) times as slow as the first, and it is the first. More
-# repeats make it worse, and each series has a small spread: nothing gives it away. What helps is to
-# take turns. One run of each makes a pair; the machine has hardly changed between its halves; the
-# quotient of a pair is about the code. Since someone must go first, the order is reversed in every
-# other pair.
+# repeats make it worse, and each series has a small spread. What helps is to take turns. One run
+# of each makes a pair, between whose halves the machine has hardly changed: the quotient is about
+# the code. Since someone must go first, the order is reversed in every other pair.
 #
 # ## The procedure
 #
@@ -146,8 +142,8 @@ class Trial:
 
 
 # %% [markdown]
-# One reading. The collector is run before it and kept away during it: its pause would be charged to
-# one contestant by chance. (That flatters whoever makes much garbage.)
+# One reading. The collector runs before it and not during it: its pause would be charged to
+# somebody by chance. (That flatters whoever makes much garbage.)
 
 
 # %% export="bench.py"
@@ -169,9 +165,8 @@ def time_once(
 
 
 # %% [markdown]
-# Many readings make a spread: the median, which one bad reading does not move, and the smallest and
-# largest, which say how far to trust it. A comparison is a spread too, of the quotients within the
-# pairs.
+# Many readings make a spread: the median, and the smallest and largest, which say how far to
+# trust it. A comparison is a spread too, of the quotients within the pairs.
 
 
 # %% export="bench.py"
@@ -224,7 +219,7 @@ def compare(one: Measurement, other: Measurement) -> Comparison:
 
 
 # %% [markdown]
-# And the turns. Warm-up rounds are run like the others, and left out.
+# And the turns. Warm-up rounds are left out.
 
 
 # %% export="bench.py"
@@ -269,11 +264,10 @@ for number in (7, 3):
 
 # %% [markdown]
 # The machine still warms up, by a third over the run. But the comparison says [0.98](#turns), and
-# its spread, [0.98](#turns) to [1.02](#turns), contains 1. The sentence that one may write is: no
-# difference was shown. A spread that leaves 1 out means that all seven pairs agree on who is
-# slower, and between equals that happens in [2 of 128](#turns) measurements. Three pairs, which is
-# what a slow experiment can afford, agree by chance in [2 of 8](#turns): a sign from three repeats
-# is a hint, until other cases or a reason agree with it.
+# its spread, [0.98](#turns) to [1.02](#turns), contains 1. One may write: no difference was
+# shown. Where a spread leaves 1 out, all seven pairs agree on who is slower, as equals do in [2
+# of 128](#turns) measurements. Three pairs, all that a slow experiment can afford, agree by
+# chance in [2 of 8](#turns): their sign is a hint, until other cases or a reason agree with it.
 
 # %% tags=["hide-input"]
 from itertools import chain
@@ -311,8 +305,8 @@ draw_readings(
 # %% [markdown]
 # ## What to write beside a number
 #
-# A record names the command that makes it again, the commit, the processor, the Python, the
-# repeats. A row says what was done, by whom, with which spread, and what it is compared with.
+# A record names its command, the commit, the processor, the Python, the repeats. A row says what
+# was done, by whom, with which spread, compared with what.
 
 
 # %% export="bench.py" tags=["hide-input"]
@@ -406,10 +400,10 @@ def commit() -> str:
 # ## Four kinds of traffic
 #
 # What a match costs depends on what is in the tree. Three loads cover what caches meet: many
-# prompts behind one system prompt; conversations, whose turns repeat all turns before them; prompts
-# that have nothing in common. Our tree keeps a conversation in one node as long as nothing branches
-# off, and would be measured at its best. So in a fourth load every turn has been answered twice,
-# and the path to the last one runs through 64 nodes, in anybody's tree. All are drawn from a seed.
+# prompts behind one system prompt; conversations, whose turns repeat all turns before them;
+# prompts that have nothing in common. Our tree keeps a conversation in one node while nothing
+# branches off: its best case. So in a fourth load every turn was answered twice, and the path to
+# the last one runs through 64 nodes, in anybody's tree. All are drawn from a seed.
 
 # %% export="bench_cache.py"
 """The loads of `minivllm bench cache`, and what is done with them."""
@@ -482,8 +476,7 @@ def make_loads(seed: int = 0, scale: float = 1.0) -> list[Load]:
 
 
 # %% [markdown]
-# Whatever encodes a sequence (outside the clock), matches, inserts and evicts can be measured, a
-# ten-line twin as well as another engine's tree.
+# Whatever encodes a sequence (outside the clock), matches, inserts and evicts can be measured.
 
 
 # %% export="bench_cache.py"
@@ -544,8 +537,8 @@ OWN_TREES: dict[str, MakeTree] = {
 
 # %% [markdown]
 # A look-up finds the beginning of a new prompt, or the whole of an old one. An insertion enters a
-# new tail behind what is known: for the conversations a 64th turn, at 32,768 tokens. Tails are new
-# in each repeat, or the second would find everything there.
+# new tail behind what is known: for the conversations a 64th turn, at 32,768 tokens. Tails are
+# new in each repeat.
 
 
 # %% export="bench_cache.py"
@@ -575,8 +568,7 @@ def insert_trial(tree: Tree, load: Load) -> Trial:
 
 
 # %% [markdown]
-# Evicting shrinks the tree, so before each repeat it is filled up again to the same number of
-# leaves.
+# Evicting shrinks the tree, so it is filled up again before each repeat.
 
 
 # %% export="bench_cache.py"
@@ -805,11 +797,11 @@ class CacheBench(CacheBench):
 # %% [markdown]
 # ## Guests
 #
-# Ours against ours says little. SGLang has a radix tree and vLLM a block table, both in Python and
-# in wheels that anyone can download. Installed, they bring kernels and servers that want a GPU. But
-# their caches are plain data structures, a handful of files each. So we run these files, and put
-# *stand-ins* in the place of what they import and a cache does not need. A stand-in has every name,
-# can be called, and can be inherited from.
+# Ours against ours says little. SGLang has a radix tree and vLLM a block table, both in Python
+# and in wheels that anyone can download. Installed, they bring kernels and servers that want a
+# GPU. But their caches are plain data structures, a handful of files each. We run these, with
+# *stand-ins* for what they import and a cache does not need. A stand-in has every name, can be
+# called, and can be inherited from.
 
 # %% export="peers.py"
 """Prefix caches of other engines, to be measured in the process that measures ours.
@@ -867,7 +859,7 @@ def stand_in(name: str) -> Any:
 
 
 # %% [markdown]
-# An import hook decides which module is real: the chosen ones, and other packages that are there.
+# An import hook decides which module is real.
 
 
 # %% export="peers.py"
@@ -924,8 +916,8 @@ def standing_in(hook: StandIns) -> Iterator[None]:
 
 
 # %% [markdown]
-# A guest that is not here, or that does not load since a newer version looks different, is
-# `PeerAbsent`, with the reason: the record then says so.
+# A guest that is not here, or does not load, is `PeerAbsent`, with the reason, and the record
+# says so.
 
 # %% export="peers.py"
 REAL = {  # the modules that are run; all others of the package are stand-ins
@@ -977,7 +969,7 @@ def load_peer(name: str, places: tuple[str, ...] = ()) -> str:
 
 # %% [markdown]
 # SGLang's tree is called as its scheduler calls it: ids in an `array("q")`, slots in a tensor. A
-# match returns a length and a node; putting the slots together is not timed.
+# match returns a length and a node.
 
 
 # %% export="peers.py" tags=["hide-input"]
@@ -1107,10 +1099,10 @@ def invite(names: Sequence[str], places: Sequence[str] = ()) -> Guests:
 # %% [markdown]
 # ## The same prompt, eight times
 #
-# The second experiment takes the whole engine, with weights, and asks what chapters 9 and 10 could
-# only compute: the same prompt comes several times, pages become visible at one moment or another,
-# somebody waits or nobody does. Who gets a first word sooner, and who ends later? Each *case* has
-# an *outcome*, most of which is no time: what was found, what was computed, which tokens came out.
+# The second experiment takes the whole engine, with weights, and asks what chapters 9 and 10
+# could only compute: the same prompt comes several times, pages become visible at one moment or
+# another, somebody waits or nobody does. Who gets a first word sooner, and who ends later? Most
+# of a *case*'s *outcome* is no time: what was found, what was computed, which tokens came out.
 
 # %% export="bench_reuse.py"
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
@@ -1178,11 +1170,10 @@ class Outcome:
 
 # %% [markdown]
 # All requests come at once, or the second comes "when the first has its first token", or "as it
-# enters decode". Are the last two different? In this engine the step that completes a prompt also
-# samples the first token. So there is one moment, with an outside and an inside. Outside, `step`
-# has returned: the token is in the caller's hands, the prompt is published, the flight is closed.
-# Inside, the forward pass has ended and nobody has been told; a request from another thread can be
-# submitted then. This runner stands at the inner moment.
+# enters decode". In this engine the step that completes a prompt also samples the first token, so
+# these are two sides of one moment. Outside, `step` has returned: the caller has the token, the
+# prompt is published, the flight is closed. Inside, the forward pass has ended and nobody has
+# been told; another thread can submit a request then. This runner stands inside.
 
 
 # %% export="bench_reuse.py"
@@ -1209,8 +1200,8 @@ class Watched:
 
 
 # %% [markdown]
-# The engine is made anew for each run; the weights stay. `make_runner` and `make_clock` are open,
-# so the experiment also runs on chapter 8's simulated runner.
+# The engine is made anew for each run; the weights stay. The experiment also runs on chapter 8's
+# simulated runner.
 
 
 # %% export="bench_reuse.py"
@@ -1310,9 +1301,8 @@ def outcome_of(ended: Sequence[RequestOutput], stats: Mapping[str, int]) -> Outc
 
 
 # %% [markdown]
-# The cases: four publications, or no cache, times three ways to wait, times the arrivals, at ten to
-# twenty seconds each. Three repeats would take more than half an hour of a machine that must not do
-# anything else.
+# The cases: four publications, or no cache, times three ways to wait, times the arrivals, at ten
+# to twenty seconds each. Three repeats would take more than half an hour.
 
 
 # %% export="bench_reuse.py" tags=["hide-input"]
@@ -1350,10 +1340,10 @@ def make_cases(
 
 
 # %% [markdown]
-# But many of them are the same run. Under release at completion it cannot matter whether the leader
-# publishes early: whoever could notice is held. A rehearsal on a virtual clock gives the exact
-# steps of a case in milliseconds: which request, from which token, how many. Cases with equal steps
-# become one contestant and take turns in it, and their counts and tokens are compared.
+# But many of them are the same run. Under release at completion it cannot matter whether the
+# leader publishes early: whoever could notice is held. A rehearsal on a virtual clock gives a
+# case's exact steps in milliseconds. Cases with equal steps become one contestant and take turns
+# in it, and their counts and tokens are compared.
 
 
 # %% export="bench_reuse.py"
@@ -1433,8 +1423,7 @@ def make_reuse_row(
 
 
 # %% [markdown]
-# The turns are those of `measure`. Before them everybody runs once to be warm; ours gives the
-# tokens with which all others are compared.
+# Everybody runs once to be warm; ours gives the tokens with which all others are compared.
 
 
 # %% export="bench_reuse.py"
@@ -1476,7 +1465,7 @@ def step_facts(steps: Sequence[tuple[Work, float]]) -> list[dict[str, Any]]:
 
 
 # %% [markdown]
-# The prompt is text, cut to the wanted number of tokens, and the model is loaded once.
+# The prompt is text, cut to the wanted number of tokens.
 
 
 # %% export="bench_reuse.py" tags=["hide-input"]
@@ -1641,15 +1630,14 @@ def record_reuse(
 # %% [markdown]
 # ## A load that does not wait
 #
-# So far somebody started a piece of work, waited for its end, and started the next. Traffic does
-# not wait. If a server stands still for five seconds, those who come in these five seconds wait
-# too, and a client that sends its next request when it has the last answer never notices them: it
-# was waiting itself. Such a load is *closed*, and what it leaves out is called *coordinated
-# omission*: measuring stops exactly while the thing measured is slow.
+# Traffic does not wait for the end of the last piece of work. If a server stands still for five
+# seconds, those who come in these five seconds wait too, and a client that sends its next request
+# when it has the last answer never notices them. Such a load is *closed*, and what it leaves out
+# is *coordinated omission*: measuring stops exactly while the thing measured is slow.
 #
-# In an *open* load each call has a moment when it is due, and a task of its own, which sleeps until
-# then. Its times count from that moment, whenever it was sent. How a call is made (`ask`) is left
-# open, so the first run can do without a network.
+# In an *open* load each call has a moment when it is due, and a task of its own, which sleeps
+# until then. Its times count from that moment, whenever it was sent. How a call is made (`ask`)
+# is left open: the first run needs no network.
 
 # %% export="bench_serve.py"
 """`minivllm bench serve`: an open-loop load on any server that speaks OpenAI's API."""
@@ -1759,8 +1747,7 @@ def name_fault(error: Exception) -> str:
 
 
 # %% [markdown]
-# The moments are random with a mean rate, as those of many people are who know nothing of each
-# other, or all at once.
+# The moments are random with a mean rate, or all at once.
 
 # %% export="bench_serve.py"
 ARRIVAL_TIMES = ("poisson", "burst", "trace")
@@ -1773,9 +1760,9 @@ def due_times(kind: str, number: int, rate: float, rng: Random) -> list[float]:
 
 
 # %% [markdown]
-# Here is a server that takes a tenth of a second for a request, one after the other, and once five
-# seconds. Its event loop has a clock that jumps to the next timer when nobody has anything to do:
-# chapter 8's trick, for `asyncio`.
+# Here is a server that takes a tenth of a second for a request, one after the other, and once
+# five seconds. Its event loop has a clock that jumps to the next timer: chapter 8's trick, for
+# `asyncio`.
 
 # %% name="open-loop"
 import selectors
@@ -1865,9 +1852,45 @@ draw_rows(
 #
 # ### Whoever it is that answers
 #
-# To use it on a server one needs prompts, and somebody who speaks the protocol. Prompts begin with
-# words that all share; the rest is each call's own, and new in each round. Or they come from a
-# file.
+# A real server needs prompts, and somebody who speaks the protocol. Prompts begin with words that
+# all share; the rest is each call's own, and new in each round. Or they come from a file.
+
+
+# %% export="bench.py" tags=["hide-input"]
+import json
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def read_lines(path: Path, read: Callable[[dict[str, Any]], T]) -> dict[int, T]:
+    """What `read` makes of the objects of a JSONL file, by the number of their line.
+
+    Raises `ValueError` naming the file, the line and what is wrong with it.
+    """
+    found, number = dict[int, T](), 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    found[number] = read(_read_line(line))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: this is not text in UTF-8") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}:{number}: {error}") from None
+    if not found:
+        raise ValueError(f"{path}: there is no request in it")
+    return found
+
+
+def _read_line(text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not JSON: {error}") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"a request is a JSON object, not {text.strip()[:40]}")
+    return line
 
 
 # %% export="bench_serve.py"
@@ -1900,15 +1923,7 @@ def read_calls(path: Path) -> list[Call]:
     A line has `prompt`, `prompt_token_ids` or `messages`, and perhaps `max_tokens` (or
     `output_length`) and `timestamp`, in milliseconds.
     """
-    calls = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                calls.append(_read_call(json.loads(line)))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    if not calls:
-        raise ValueError(f"{path} has no calls")
+    calls = read_lines(path, _read_call).values()
     return sorted(calls, key=lambda call: call.due_s)
 
 
@@ -1956,10 +1971,9 @@ class LoadPlan:
 
 # %% [markdown]
 # An answer comes as *server-sent events*: lines `data: {...}`, each followed by an empty one,
-# comments that keep the connection alive, and at last `data: [DONE]`. Bytes arrive cut anywhere, in
-# the middle of a letter too. So lines are cut from bytes, and whole lines become text. (The other
-# way round is a trap: for `splitlines` U+2028 ends a line, for JSON it is a character like any
-# other.)
+# comments that keep the connection alive, and at last `data: [DONE]`. Bytes arrive cut anywhere,
+# in the middle of a letter too. So lines are cut from bytes, and whole lines become text. (Not
+# the other way round: for `splitlines` U+2028 ends a line, for JSON it does not.)
 
 
 # %% export="bench_serve.py"
@@ -2008,8 +2022,8 @@ def _raise_error(answer: Mapping[str, Any], status: str = "error event") -> None
 
 
 # %% [markdown]
-# Whatever goes wrong has a name under which it is counted. A failure that is left out makes a
-# server look fast, and the more fail, the faster it looks.
+# Whatever goes wrong has a name under which it is counted. With failures left out, a server looks
+# the faster the more fail.
 
 
 # %% export="bench_serve.py"
@@ -2271,10 +2285,10 @@ STATES = ("published", "pinned")
 # %% [markdown]
 # ## One step beside transformers
 #
-# The last experiment compares single steps. Both engines hold the same weights and contexts, and
-# take turns: one step here, one there. `decode` is a step of 1, 8 or 16 requests, `prefill` a
-# prompt of 512 tokens, `shared prefix` the same step with and without a common beginning, and
-# `mixed lengths` a whole job, on our side in one engine, on the other in one padded batch.
+# The last experiment compares single steps, in turns, on the same weights and contexts. `decode`
+# is a step of 1, 8 or 16 requests, `prefill` a prompt of 512 tokens, `shared prefix` the same
+# step with and without a common beginning, and `mixed lengths` a whole job, on our side in one
+# engine, on the other in one padded batch.
 
 # %% export="bench_engine.py" tags=["hide-input"]
 """`minivllm bench engine`: steps beside transformers, and where their time goes."""
@@ -2553,9 +2567,8 @@ def _trial(work: Callable[[], Any], num_ops: int) -> Trial:
 
 
 # %% [markdown]
-# For the breakdown clocks are put around the parts of a step: the products, the head, attention,
-# the small things between, the choice of the token, and the whole pass. What is left of the pass
-# is Python; what is left of the step is scheduling and the cache.
+# For the breakdown clocks are put around the parts of a step. What is left of the forward pass is
+# Python; what is left of the step is scheduling and the cache.
 
 
 # %% export="bench_engine.py" tags=["hide-input"]
@@ -2639,8 +2652,7 @@ def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
 # %% [markdown]
 # ## The command
 #
-# Each experiment has its command under `minivllm bench`. A fault in what was typed is told before
-# anything is measured.
+# Each experiment has its command under `minivllm bench`, which tells a fault before it measures.
 
 # %% export="command_bench.py"
 """The command `minivllm bench`: what is measured, each under its own name."""
@@ -2654,6 +2666,7 @@ from typing import Annotated, Any
 import typer
 
 from minivllm.cli import SCHEMA_VERSION
+from minivllm.timeline import check_place
 
 app = typer.Typer(help="Measure, in one process, in turn, with the spread.")
 
@@ -2692,7 +2705,7 @@ def cache(
     ] = False,
 ) -> None:
     """Prefix trees and caches: match, insert, evict, memory, whole requests."""
-    check_place(record)
+    check_place(record, "--record")
     if any(size < 1 or 16 % size for size in page_size or ()):
         raise ValueError("--page-size must be 1, 2, 4, 8 or 16: the loads fork there")
     guests = invite(peer or [], peer_path or [])
@@ -2810,7 +2823,7 @@ def serve(
     ] = False,
 ) -> None:
     """An open-loop load on an OpenAI-compatible server, or on two in turn."""
-    check_place(record)
+    check_place(record, "--record")
     check_place(svg, "--svg")
     if repeats < 1 or warmups < 0 or not timeout_s > 0:
         raise ValueError("--repeats and --timeout-s must be above 0")
@@ -2915,8 +2928,8 @@ def in_unit(value: float, unit: str) -> str:
 # %% [markdown]
 # ## Counts first
 #
-# Before any time is believed: do all contestants do the same work? A hundredth of the loads, one
-# repeat, and the tokens that each operation found, entered or evicted, the same on every machine:
+# Do all contestants do the same work? A hundredth of the loads, one repeat, and the tokens that
+# each operation found, entered or evicted:
 
 # %% name="counts"
 small = CacheBench(OWN_TREES, OWN_MANAGERS, (16,), repeats=1, scale=0.01)
@@ -2928,14 +2941,13 @@ for (load, operation), each in tokens.items():
     print(f"{load:<18} {operation:<20} {' '.join(f'{n:>7}' for n in each)}")
 
 # %% [markdown]
-# The columns are the radix tree and the hash index (in the last six rows the other way round), and
-# they agree. In this small run a "conversation" has two turns, so a new last turn finds
-# [512](#counts) tokens.
+# The columns, the radix tree and the hash index (in the last six rows the other way round),
+# agree. A "conversation" has two turns here, so a new last turn finds [512](#counts) tokens.
 #
 # ## The record
 #
-# The whole takes minutes, and wants a machine that does nothing else, so what follows is read from
-# `figures/measured/cache.json`. The command, and under what it ran:
+# The whole takes minutes of an idle machine, so what follows is read from
+# `figures/measured/cache.json`:
 
 # %% name="record"
 import json
@@ -2998,9 +3010,9 @@ draw_record(
 )
 
 # %% [markdown]
-# A picture tempts to read medians. What one may write depends on the spread of the ratio: where it
-# contains 1, nothing was shown. Row by row, what the guests take more or less of: SGLang's tree
-# than ours, vLLM's requests than our hash index, and eviction from many leaves than from few.
+# A picture tempts to read medians. Row by row, what the guests take more or less of: SGLang's
+# tree than ours, vLLM's requests than our hash index, and eviction from many leaves than from
+# few.
 
 # %% name="verdicts"
 
@@ -3022,10 +3034,10 @@ for row in record["rows"]:
         )
 
 # %% [markdown]
-# SGLang's eviction depends on the number of leaves, since it makes a heap of all of them for each
-# call; chapter 3's queue is kept. And the hash index is far slower than the tree at looking up: it
-# must hash every page before it can ask for it, where the tree compares bytes. With a two-hundredth
-# of the load you can see that for yourself:
+# SGLang's eviction depends on the number of leaves, since it makes a heap of them for each call;
+# chapter 3's queue is kept. And the hash index is far slower than the tree at looking up: it must
+# hash every page, where the tree compares bytes. See for yourself, with a two-hundredth of the
+# load:
 
 # %% tags=["live"]
 from minivllm.bench import compare, measure
@@ -3100,7 +3112,7 @@ def reuse(
     ] = False,
 ) -> None:
     """Identical requests on a model: when pages are visible, who waits, how long."""
-    check_place(record)
+    check_place(record, "--record")
     numbers, usual = ([1, 2, 8], (16, 1)) if quick else ([1, 2, 4, 8], (128, 3))
     max_tokens = usual[0] if max_tokens is None else max_tokens
     repeats = usual[1] if repeats is None else repeats
@@ -3130,12 +3142,6 @@ def reuse(
 
 
 # %% export="command_bench.py" tags=["hide-input"]
-def check_place(path: Path | None, option: str = "--record") -> None:
-    """Raise `ValueError` if the file of an option cannot be written there."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"{option}: {path} is a folder, or in none that is there")
-
-
 def check_sizes(prompt_tokens: int, repeats: int, options: dict[str, Any]) -> None:
     """Raise `ValueError` for what cannot be run, before a model is loaded."""
     max_tokens = options.pop("max_tokens")
@@ -3219,7 +3225,7 @@ def engine(
     ] = False,
 ) -> None:
     """Steps beside transformers' steps, in turn, and where a step's time goes."""
-    check_place(record)
+    check_place(record, "--record")
     dtypes, sizes = dtype or ["float32", "bfloat16"], Sizes(repeats=max(1, repeats))
     check_sizes(sizes.prefill, repeats, {"max_tokens": 2, "device": device})
     for each in dtypes:
@@ -3281,22 +3287,21 @@ def breakdown_line(found: dict[str, Any]) -> str:
 # ## What these numbers do not say
 #
 # In a server other code runs between two matches, and the first of our five answers may be nearer
-# to the truth than the median. The collector was kept away. SGLang's match leaves putting slots
-# together for later, vLLM's hash is made so that nobody can forge a collision (ours, BLAKE2b, as
-# well), and each carries options that we do not have. And it is one machine: what travels are, if
-# anything, the ratios.
+# to the truth than the median. SGLang's match leaves putting slots together for later, vLLM's
+# hash is one in which nobody can forge a collision (so is ours), and each carries options that we
+# do not have. And it is one machine: what travels are, if anything, the ratios.
 #
 # ## Eight identical requests, measured
 #
-# So, the step. A short form of the second experiment, on the real weights, with 16 output tokens,
-# asks what is the same on every machine: what was found, what was computed, and whether the tokens
-# are those of a request alone without a cache. Of the times it asks one thing: does the last
-# request have its first word before the first one has ended?
+# A short form of the second experiment, on the real weights, with 8 output tokens, asks what is
+# the same on every machine: what was found and computed, and whether the tokens are those of a
+# request alone without a cache. Of the times it asks whether the last request has its first word
+# before the first one has ended.
 
 # %% name="reuse-live" claims="R07 R13 R17"
 from minivllm import LLM
 
-like = load_reuse(LLM("smollm2", num_pages=1, device="cpu"), max_tokens=16)
+like = load_reuse(LLM("smollm2", num_pages=1, device="cpu"), max_tokens=8)
 for each in (replace(like, prompt_ids=like.prompt_ids[::-1]), like):
     alone = each.run(Case())
     print(f"alone: cached {alone.cached_tokens[0]}, ttft ≈ {alone.ttfts_s[0]:.2f} s")
@@ -3340,14 +3345,14 @@ assert all(
 )
 
 # %% [markdown]
-# Seconds, medians of three; `cached` and `computed` are sums over the requests. A row is a group of
-# cases with the same steps, and the groups alone say something. Where somebody waits, all
-# publications take the same steps: for identical prompts early publication adds nothing to either
-# release. Where nobody waits, `finish` takes the steps of an engine without a cache. And every
-# output of every row is the one that a request gets alone.
+# Seconds, medians of three; `cached` and `computed` are sums over the requests. A row is a group
+# of cases with the same steps, and the groups alone say something. Where somebody waits, all
+# publications take the same steps: early publication adds nothing to either release. Where nobody
+# waits, `finish` takes the steps of an engine without a cache. Every output is the one that a
+# request gets alone.
 #
-# It was not a quiet machine: one row has repeats of 53 and 11 seconds. The median of three stands
-# one such reading, not two. The picture shows them all:
+# It was not a quiet machine: one row has repeats of 53 and 11 seconds. The picture shows all
+# readings:
 
 # %% tags=["hide-input"]
 SHADES = {"none": "lost", "completion": "private", "prefill": "published"}
@@ -3399,17 +3404,18 @@ draw_bars(
 )
 
 # %% [markdown]
-# Against an engine without a cache the mean TTFT of eight requests falls from [3.69](#reuse-table)
-# to [1.26](#reuse-table) s if followers wait for the prefill, and to [1.23](#reuse-table) under
-# `schedule`. Publication after each step comes to [1.81](#reuse-table), and only because a step of
-# 512 tokens lets the requests start one after the other. So far chapters 9 and 10. But look at the
-# orange bars. With two requests the article saw a worse TTFT and a *better* completion; here both
-# are worse. With eight it saw both better; here the TTFT has doubled.
+# Against an engine without a cache the mean TTFT of eight requests falls from
+# [3.69](#reuse-table) to [1.26](#reuse-table) s if followers wait for the prefill, and to
+# [1.23](#reuse-table) under `schedule`. Publication after each step comes to
+# [1.81](#reuse-table), and only because a step of 512 tokens lets the requests start one after
+# the other. So far chapters 9 and 10. But with two requests the article saw a worse TTFT and a
+# *better* completion; here both are worse. With eight it saw both better; here the TTFT has
+# doubled.
 #
 # ## Two machines
 #
-# Chapter 10's machine of time was fitted to the article's GPU. Chapter 8's fit gives us this
-# machine in the same four numbers, from the record's single steps:
+# Chapter 10's machine of time was fitted to the article's GPU. Chapter 8's fit makes this machine
+# of the same four numbers, from single steps:
 
 # %% name="reuse-fit" claims="R14 R15 R18"
 from minivllm.simulation import fit_serial_prefill
@@ -3426,9 +3432,9 @@ print(f"in prefills: s = {s:.2f}, D = {D:.2f}; k = {k:.2f}")
 print("theirs:      s = 0.035, D = 2.66; k = 0.91")
 
 # %% [markdown]
-# A decode takes [7.33](#reuse-fit) prefills and not 2.66, and company costs [0.28](#reuse-fit) of a
-# step and not .91. Here are two requests under three policies on both machines, on a virtual clock,
-# each in its own prefills:
+# A decode takes [7.33](#reuse-fit) prefills and not 2.66, and company costs [0.28](#reuse-fit) of
+# a step and not .91. Two requests under three policies on both machines, each in its own
+# prefills:
 
 # %% tags=["hide-input"]
 from minivllm.timeline import Timeline
@@ -3475,12 +3481,12 @@ draw_rows(
 )
 
 # %% [markdown]
-# In the picture you see the sign turn. Waiting saves a prefill, or 1 − s of it, at the price of
-# company: two decodes one after the other take 2D, side by side (1 + k)D. So the last end is
-# earlier if (1 − k)D < 1 − s, which is .24 < .97 for them, and here [5.27](#reuse-conditions)
-# against [0.95](#reuse-conditions). The early release of a late request makes the slowest
-# completion longer if k > 1 − 1 / D (chapter 10): .91 > .62 for them, here [0.28](#reuse-fit)
-# against [0.86](#reuse-conditions). And waiting for completion beats the mean TTFT of eight lonely
+# The sign turns. Waiting saves a prefill, or 1 − s of it, at the price of company: two decodes
+# one after the other take 2D, side by side (1 + k)D. So the last end is earlier if (1 − k)D < 1 −
+# s, which is .24 < .97 for them, and here [5.27](#reuse-conditions) against
+# [0.95](#reuse-conditions). The early release of a late request makes the slowest completion
+# longer if k > 1 − 1 / D (chapter 10): .91 > .62 for them, here [0.28](#reuse-fit) against
+# [0.86](#reuse-conditions). And waiting for completion beats the mean TTFT of eight lonely
 # prefills, 4.5, if 1 + 7(D + 7s) / 8 is less: [3.54](#reuse-conditions) for them,
 # [7.73](#reuse-conditions) here. Which number is to blame? Change one at a time:
 
@@ -3516,16 +3522,16 @@ for question in ("R14 ttft_s", "R15 longest_s", "R18 longest_s"):
     print(f"{question:13}", ", ".join(found))
 
 # %% [markdown]
-# With our D their eight requests have the worse TTFT ([+46](#reuse-conditions) %), with our k they
-# keep the better one. With our k the completion of two gets worse and that of the late request
-# better; with our D neither turns. So D decides whether a decode is worth waiting for, and k
-# whether company is worth avoiding. A decode step of SmolLM2 in float32 reads half a gigabyte of
-# weights, for one request or for eight: it takes long beside a prefill, which reads them once for
-# 493 tokens, and a companion costs little more than its own keys and values. On the article's GPU,
-# whose weights have 4 bits, a step must spend its time on something else, or a second request would
-# ride along. On what, these measurements do not say.
+# With our D their eight requests have the worse TTFT ([+46](#reuse-conditions) %), with our k
+# they keep the better one. With our k the completion of two gets worse and that of the late
+# request better; with our D neither turns. So D decides whether a decode is worth waiting for,
+# and k whether company is worth avoiding. A decode step of SmolLM2 in float32 reads half a
+# gigabyte of weights, for one request or for eight: it takes long beside a prefill, which reads
+# them once for 493 tokens, and a companion costs little more. On the article's GPU, whose weights
+# have 4 bits, a step must spend its time on something else; on what, these measurements do not
+# say.
 #
-# The model has seen single steps only. Its predictions against the runs:
+# Its predictions against the runs:
 
 
 # %% name="reuse-signs" claims="R08 R14 R15 R17 R18"
@@ -3552,13 +3558,12 @@ for (question, pair), words in zip(asked.items(), said, strict=True):
 
 # %% [markdown]
 # Where a sign was shown, the fitted model has it. For the slowest of eight it says
-# [-6](#reuse-signs) %, and the pairs range from [-7 to +22](#reuse-signs). It is off in size where
-# waiting competes with lonely prefills: it charges a step for decodes and a prefill in full
-# (chapter 8), so those who do not wait seem slower than they are.
+# [-6](#reuse-signs) %, and the pairs range from [-7 to +22](#reuse-signs). It is off in size
+# where waiting competes with lonely prefills: it charges decodes and a prefill in one step in
+# full (chapter 8).
 #
-# Early release survives the change of machine. It reuses the same tokens, its TTFT is lower, and
-# here it is free: the slowest completion gets shorter, by [35](#reuse-signs) % and not longer by
-# 14.
+# Early release survives the change of machine: the same tokens, a lower TTFT, and here for free:
+# the slowest completion gets shorter, by [35](#reuse-signs) % and not longer by 14.
 #
 # ## The moment before the first token
 #
@@ -3576,17 +3581,16 @@ for waits in ("completion", "prefill"):
     print(f"{waits}: {len(plans)} plan")
 
 # %% [markdown]
-# With the token in the caller's hand the first flight is closed, and under early release the second
-# request opens its own: [2](#reuse-late) flights. A moment earlier it follows in the flight that is
-# open, and is let go in the same step: [1](#reuse-late) flight, and the same steps, to the token.
-# So the explanation of the article (the first flight was closed, the second opened another)
-# describes what happens, and is not needed for it. The two decode together because the second was
-# *released*, from whichever flight.
+# Outside, under early release, the second request opens a flight of its own: [2](#reuse-late)
+# flights. Inside it follows in the open one, and is let go in the same step: [1](#reuse-late)
+# flight, and the same steps, to the token. So the article's explanation (the first flight was
+# closed, the second opened another) describes what happens, and is not needed for it. The two
+# decode together because the second was *released*, from whichever flight.
 #
 # ## Beside transformers
 #
-# The first words are over after a few steps, so a second record has them by themselves: 16 output
-# tokens, seven repeats, one and eight requests.
+# A second record has the first words by themselves: 16 output tokens, seven repeats, one and
+# eight requests.
 
 # %% name="reuse-first-words"
 first_words = json.loads(
@@ -3641,28 +3645,26 @@ draw_rows(
 )
 
 # %% [markdown]
-# The first of eight words comes on average after [1.17](#reuse-first-words) s under `schedule`, and
-# [1.23](#reuse-first-words) s with release after prefill: [1.30](#reuse-first-words) and
+# The first of eight words comes on average after [1.17](#reuse-first-words) s under `schedule`,
+# and [1.23](#reuse-first-words) s with release after prefill: [1.30](#reuse-first-words) and
 # [1.33](#reuse-first-words) times what one request waits alone, and [0.16](#reuse-first-words)
 # times what transformers takes for the batch. That is no race between equals: a static batch must
-# compute eight prompts. Without a cache we take [4.30](#reuse-first-words) s, because we hand out
-# first words one by one. The gain is the work that is not done, and little else.
+# compute eight prompts. Without a cache we take [4.30](#reuse-first-words) s: the gain is the
+# work that is not done, and little else.
 #
-# If time went by tokens, 584 beside 493 would be 1.18. We pay more. In one profile of the step with
-# seven suffixes the matrix products take little more than half of the time, and a third goes to
-# attention: each of seven short chunks gathers the keys and values of 480 tokens for itself, in
-# every layer, although they are the same pages. The page tables know it, and our attention asks
-# them only for requests that decode, with one new token each ([chapter 5](05_model.md)).
+# If time went by tokens, 584 beside 493 would be 1.18. We pay more. In one profile of the step
+# with seven suffixes a third of the time goes to attention: each of seven short chunks gathers
+# the keys and values of the same 480 tokens for itself, in every layer. Our attention asks the
+# page tables who shares only for requests that decode ([chapter 5](05_model.md)).
 #
-# All this is one prompt, one model, two cores, and neighbours. On your machine three timings tell
-# the signs: a decode step and a prefill give D, two requests in a step give k.
+# On your machine three timings tell the signs: a decode step and a prefill give D, two requests
+# in a step give k.
 
 # %% [markdown]
 # ## What is a hit?
 #
-# Here are 46 prompts of 320 tokens in pairs, whose second shares one page with its first. Then 25,
-# of which two share a page, in pools that get smaller; those who are preempted find their own pages
-# when they return.
+# First 46 prompts of 320 tokens in pairs that share one page. Then 25, of which two share a page,
+# in pools that get smaller; those who are preempted find their own pages when they return.
 
 # %% name="hits"
 from minivllm.events import EventLog
@@ -3705,16 +3707,15 @@ for num_pages in (700, 130, 100, 70):
     )
 
 # %% [markdown]
-# Half of the requests hit, and [2.5](#hits) % of the tokens do: the second number is the work. And if
-# returns are counted, [0.2](#hits) % becomes [43.8](#hits), the higher the smaller the memory. A
-# page that is found again by the request that computed it has saved nobody anything: it is what is
-# left of work that was lost. So `cached_tokens` counts first admissions, and `recomputed_tokens` the
-# loss. vLLM's hit counters and SGLang's rate leave returns out as well.
+# Half of the requests hit, and [2.5](#hits) % of the tokens do: the second number is the work.
+# And if returns are counted, [0.2](#hits) % becomes [43.8](#hits), the higher the smaller the
+# memory. A page that is found again by the request that computed it has saved nobody anything. So
+# `cached_tokens` counts first admissions, and `recomputed_tokens` the loss. vLLM's hit counters
+# and SGLang's rate leave returns out as well.
 #
 # The reverse exists too: fast, and zero cached tokens. The first two prompts on our model, above,
-# had nothing in common and found nothing; if the second was faster, another cache was warm: code,
-# memory, a file, in a server the connection. A quick answer proves no reuse. The count does, and
-# `bench serve` asks for it.
+# found nothing; if the second was faster, another cache was warm: code, memory, a file. A quick
+# answer proves no reuse. The count does, and `bench serve` asks for it.
 #
 # Here is what the counts are called in vLLM 0.32.0 (Prometheus adds `_total` to its counters) and
 # SGLang 0.5.23:
@@ -3759,9 +3760,9 @@ assert pairs.median < 1 < pairs.high and sentence == "not shown"
 # ### Exercise 2
 #
 # Somebody times insertions with `Trial(lambda: tree.insert(key))` and reports that our tree
-# inserts faster than it matches. What did the trial measure from its second reading on? Its
-# count tells. Write `mended`, a trial that enters a new tail behind the 2,048 known tokens
-# in each reading.
+# inserts faster than it matches. What did the trial measure from its second reading on? Its count
+# tells. Write `mended`, a trial that enters a new tail behind the 2,048 known tokens in each
+# reading.
 
 # %%
 tree = OWN_TREES["radix"](16)
@@ -3793,8 +3794,8 @@ assert tree.cache.total_size == grown + 4 * 2048
 #
 # What a follower waits for hardly grows with their number; alone, everyone waits for all prefills
 # before its own. From how many requests on does release at completion have the better mean TTFT
-# here? First on paper, with a prefill as the unit: alone the mean is (N + 1) / 2, waiting it is 1 +
-# (N − 1)(D + (N − 1)s) / N. Then let `on_clock(OURS)` look for it.
+# here? On paper, with a prefill as the unit: alone the mean is (N + 1) / 2, waiting it is 1 + (N
+# − 1)(D + (N − 1)s) / N. Then let `on_clock(OURS)` look for it.
 
 # %% tags=["solution"] name="reuse-turn"
 numbers = range(2, 40)

@@ -58,6 +58,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from minivllm.bench import read_lines
 from minivllm.hashing import page_hashes, page_name, root_hash, token_bytes
 from minivllm.request import ExtraKey, check_extra_key, encode_ids
 
@@ -123,23 +124,11 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
     Raises `ValueError` naming the file, the line and what is wrong with it.
     """
-    reader = LineReader()
-    requests: list[TraceRequest] = []
-    lines: list[int] = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    lines.append(number)
-                    requests.append(reader.read(line, str(len(requests))))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is not text in UTF-8") from None
-    except ValueError as error:
-        raise ValueError(f"{path}:{lines[-1]}: {error}") from None
-    if not requests:
-        raise ValueError(f"{path}: there is no request in it")
+    reader, numbers = LineReader(), count()
+    found = read_lines(path, lambda line: reader.read(line, str(next(numbers))))
+    requests = [*found.values()]
     for index, fault in check_order(requests):
-        raise ValueError(f"{path}:{lines[index]}: {fault}")
+        raise ValueError(f"{path}:{[*found][index]}: {fault}")
     return requests
 
 
@@ -192,14 +181,8 @@ class LineReader:
         self.names: dict[int, int] = {}
         self.block = 0  # of all lines: they cannot be mixed
 
-    def read(self, text: str, name: str) -> TraceRequest:
+    def read(self, line: Mapping[str, Any], name: str) -> TraceRequest:
         """One line. Raises `ValueError` for whatever is wrong with it."""
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"this is not JSON: {error}") from None
-        if not isinstance(line, dict):
-            raise ValueError(f"a request is a JSON object, not {text.strip()[:40]}")
         ids, num_tokens, block = self._prompt(line)
         if self.block not in (0, block):
             raise ValueError("hash_ids and prompt_token_ids in one file")
@@ -370,6 +353,7 @@ from minivllm.batch import Chunk
 from minivllm.bench import percentile
 from minivllm.drawing import Picture
 from minivllm.engine import Limits
+from minivllm.events import Observer, ignore
 from minivllm.options import EngineOptions, assemble
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.simulation import Arrival, Arrivals, CostModel, VirtualClock, simulate
@@ -1064,7 +1048,7 @@ for row in step_rows:
 draw_rows(
     bars,
     unit=800,
-    caption="Measured steps that the fit has not seen (dark), and what it says of them (light).",
+    caption="Measured steps that the fit has not seen (strong colour), and what it says of them (pale).",
 )
 
 # %% [markdown]
@@ -1203,9 +1187,11 @@ class Replay:
         options: EngineOptions,
         capacity: int,
         cost: CostModel,
+        clock: VirtualClock | None = None,
+        observer: Observer = ignore,
     ) -> None:
         self.requests = requests
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.size = size = options.page_size
         self.num_pages = (
             capacity // size if capacity else sum(map(self._pages, requests))
@@ -1215,9 +1201,8 @@ class Replay:
         runner, limits = TraceRunner(cost, self.clock), Limits(LARGE, LARGE)
         self.arrivals = TraceArrivals(runner, answers_in(requests))
         quiet = replace(options, explain=False)  # nobody reads why
-        self.engine = assemble(
-            quiet, self.num_pages, runner, limits, clock=self.clock, streams=False
-        )
+        parts = (quiet, self.num_pages, runner, limits, observer)
+        self.engine = assemble(*parts, clock=self.clock, streams=False)
         self._followers: dict[str | None, list[TraceRequest]] = {}
         names = {request.name for request in requests}
         for request in requests:
@@ -1395,7 +1380,8 @@ for name in ("seen at the end", "seen at once"):
 #
 # All this is `minivllm simulate`. It takes a trace or a generator, lists of capacities and of
 # policies, and prints a line for each combination, JSON for a machine, or a picture. `--cost`
-# takes the record of a calibration. The code is mostly about words, so it is folded; the call in
+# takes the record of a calibration; `--trace out.json` writes what one replay did, and when on its
+# virtual clock, for Perfetto, as in [chapter 14](14_llm.md). The code is mostly about words, so it is folded; the call in
 # it that matters is `Replay`.
 
 # %% export="command_simulate.py" tags=["hide-input"]
@@ -1413,13 +1399,15 @@ from typing import Annotated, Any
 import typer
 
 from minivllm.bench import make_record
-from minivllm.cli import SCHEMA_VERSION, AsJson, with_options
+from minivllm.cli import SCHEMA_VERSION, AsJson, Trace, with_options
 from minivllm.command_bench import app as bench
-from minivllm.command_bench import check_place, check_sizes, keep, quantity, spell
+from minivllm.command_bench import check_sizes, keep, quantity, spell
 from minivllm.options import SAMPLING, EngineOptions
 from minivllm.progress import progress_bar
 from minivllm.replay import Replay, Served, draw_curves, reuse_curve, summary
 from minivllm.roofline import Roofline, StepRow, calibrate_llm, read_cost
+from minivllm.simulation import VirtualClock
+from minivllm.timeline import check_place, tracing
 from minivllm.workloads import TraceRequest, generate, read_trace, to_line
 
 POLICIES = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
@@ -1453,13 +1441,13 @@ def size_name(tokens: int) -> str:
     return str(tokens or "unbounded")
 
 
-def load_traffic(trace: str, num_requests: int | None) -> list[TraceRequest]:
+def load_traffic(source: str, num_requests: int | None) -> list[TraceRequest]:
     """The requests of a file, or of a generator named `gen:…`."""
     if num_requests is not None and num_requests < 1:
         raise ValueError(f"--requests must be at least 1, not {num_requests}")
-    if trace.startswith("gen:"):
-        return generate(trace.removeprefix("gen:"), num_requests or 200)
-    return read_trace(Path(trace))[:num_requests]
+    if source.startswith("gen:"):
+        return generate(source.removeprefix("gen:"), num_requests or 200)
+    return read_trace(Path(source))[:num_requests]
 
 
 def combinations(options: dict[str, Any]) -> list[EngineOptions]:
@@ -1511,12 +1499,15 @@ def run_all(
     engines: list[EngineOptions],
     sizes: list[int],
     cost: Roofline,
+    trace: Path | None = None,
 ) -> Iterator[tuple[Outcome, list[Served]]]:
     """Replay the traffic through every engine at every capacity."""
     with progress_bar("requests", len(traffic) * len(engines) * len(sizes)) as advance:
         for options, size in product(engines, sizes):
-            replay = Replay(traffic, options, size, cost)
-            served, totals = replay.run(advance), replay.engine.stats()
+            clock = VirtualClock()
+            with tracing(trace, clock) as observer:
+                replay = Replay(traffic, options, size, cost, clock, observer)
+                served, totals = replay.run(advance), replay.engine.stats()
             told, name = summary(served, totals), difference(options, engines)
             if told["refused"]:
                 note = f"{told['refused']} of {len(traffic)} requests never fit"
@@ -1597,8 +1588,9 @@ def panels_of(outcomes: list[Outcome]) -> Panels:
 # %% export="command_simulate.py" tags=["hide-input"]
 @with_options(LEFT_OUT, page_size=None)
 def simulate(
-    trace: Annotated[
-        str, typer.Argument(help="A JSONL file, or gen:NAME-SEED, see above.")
+    source: Annotated[
+        str,
+        typer.Argument(metavar="TRACE", help="A JSONL file, or gen:NAME-SEED, above."),
     ],
     capacity: Annotated[
         str, typer.Option(help="Tokens of K/V memory, a list; 0: as many as needed.")
@@ -1621,6 +1613,7 @@ def simulate(
     svg: Annotated[
         Path | None, typer.Option(help="Draw hit rates and TTFT against memory.")
     ] = None,
+    trace: Trace = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -1634,11 +1627,15 @@ def simulate(
     """
     check_place(write, "--write")
     check_place(svg, "--svg")
+    check_place(trace, "--trace")
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
-    traffic = load_traffic(trace, requests)
+    traffic = load_traffic(source, requests)
     if options["page_size"] is None:
         options["page_size"] = page_of(traffic)
     engines = combinations(options)
+    single = len(engines) * len(sizes) == 1 and not cache_only
+    if trace and not single:
+        raise ValueError("--trace is of one replay: one capacity and one engine")
     page = engines[0].page_size
     if any(0 < size < page for size in sizes):
         raise ValueError(f"a capacity of {min(filter(None, sizes))} tokens is no page")
@@ -1647,8 +1644,7 @@ def simulate(
     if cache_only:
         shown = tell_curve(traffic, sizes, page, as_json)
     else:
-        outcomes = run_all(traffic, engines, sizes, model)
-        single = len(engines) * len(sizes) == 1
+        outcomes = run_all(traffic, engines, sizes, model, trace)
         shown = panels_of(tell_replays(outcomes, single, as_json))
     if svg:
         svg.write_text(draw_curves(*shown).svg(), "utf-8")
@@ -1673,7 +1669,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Time single steps of the engine, and fit the cost model of simulate to them."""
-    check_place(record)
+    check_place(record, "--record")
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     check_sizes(1, repeats, {"max_tokens": 2} | place)
     from minivllm.llm import LLM  # torch begins here
@@ -1713,9 +1709,9 @@ sizes = [4096, 8192, 16_384, 32_768, 65_536]
 outcomes = [o for o, _ in run_all(generate("agents-1", 120), engines, sizes, here)]
 draw_curves(
     *panels_of(outcomes),
-    "What `minivllm simulate gen:agents-1 --requests 120 --capacity 4K,8K,16K,32K,64K "
-    "--grouping arrival,longest-prefix --cost figures/measured/calibrate.json --svg F` draws. Longest "
-    "prefix first reuses more as long as memory is short, and has the worse P99 just there.",
+    "120 requests of gen:agents-1 on this machine, as the command draws them with --svg. "
+    "Longest prefix first reuses more as long as memory is short, and has the worse P99 "
+    "just there.",
 )
 
 # %% [markdown]

@@ -1,7 +1,8 @@
-# Exported from chapters/15_measuring.py (ac411b45): edit the chapter.
+# Exported from chapters/15_measuring.py (824edb93): edit the chapter.
 """Measuring: several contestants, in turn, in one process, with their spread."""
 
 import gc
+import json
 import os
 import platform
 import subprocess
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 
 def nothing() -> None:
@@ -204,3 +205,36 @@ def commit() -> str:
     except OSError:
         return ""
     return told.stdout.strip()
+
+
+T = TypeVar("T")
+
+
+def read_lines(path: Path, read: Callable[[dict[str, Any]], T]) -> dict[int, T]:
+    """What `read` makes of the objects of a JSONL file, by the number of their line.
+
+    Raises `ValueError` naming the file, the line and what is wrong with it.
+    """
+    found, number = dict[int, T](), 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    found[number] = read(_read_line(line))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: this is not text in UTF-8") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}:{number}: {error}") from None
+    if not found:
+        raise ValueError(f"{path}: there is no request in it")
+    return found
+
+
+def _read_line(text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not JSON: {error}") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"a request is a JSON object, not {text.strip()[:40]}")
+    return line

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (a9e920ff): edit the chapter.
+# Exported from chapters/15_measuring.py (94b653d9): edit the chapter.
 """`minivllm bench serve`: an open-loop load on any server that speaks OpenAI's API."""
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench import Measurement, Trial, compare, measure, percentile
+from minivllm.bench import Measurement, Trial, compare, measure, percentile, read_lines
 from minivllm.drawing import Picture, draw_rows
 from minivllm.options import check_choice
 
@@ -142,15 +142,7 @@ def read_calls(path: Path) -> list[Call]:
     A line has `prompt`, `prompt_token_ids` or `messages`, and perhaps `max_tokens` (or
     `output_length`) and `timestamp`, in milliseconds.
     """
-    calls = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                calls.append(_read_call(json.loads(line)))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    if not calls:
-        raise ValueError(f"{path} has no calls")
+    calls = read_lines(path, _read_call).values()
     return sorted(calls, key=lambda call: call.due_s)
 
 

@@ -1,13 +1,13 @@
-# Exported from chapters/14_llm.py (3281db21): edit the chapter.
+# Exported from chapters/14_llm.py (37834e47): edit the chapter.
 """From a conversation to the text that the model was trained to continue."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minivllm.loader import Checkpoint, GGUFFile, reading
+from minivllm.tokenizer import read_settings
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -83,26 +83,18 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     if isinstance(checkpoint, GGUFFile):
         source = checkpoint.get("tokenizer.chat_template")
         return ChatTemplate(source, _gguf_tokens(checkpoint)) if source else None
-    with reading(f"{checkpoint}/tokenizer_config.json"):
-        settings = _settings(checkpoint / "tokenizer_config.json")
+    with reading(path := checkpoint / "tokenizer_config.json"):
+        settings = read_settings(path)
         source = _folder_template(checkpoint, settings)
-        names = [name for name in settings if name.endswith("_token")]
-        texts = {name: settings[name] for name in names}
-        tokens = {
-            n: t["content"] if isinstance(t, dict) else t for n, t in texts.items()
-        }
-        known = {n: t for n, t in tokens.items() if isinstance(t, str)}
+    tokens = {name: text for name, text in settings.items() if name.endswith("_token")}
+    known = {name: text for name, text in tokens.items() if isinstance(text, str)}
     return ChatTemplate(source, known) if source else None
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text("utf-8")
-    older = _settings(folder / "chat_template.json")
+    older = read_settings(folder / "chat_template.json")
     found = older.get("chat_template") or settings.get("chat_template")
     if isinstance(found, list):
         return next((t["template"] for t in found if t["name"] == "default"), None)

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (2453d1b3): edit the chapter.
+# Exported from chapters/15_measuring.py (a32ddc78): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -43,6 +43,7 @@ from minivllm.bench_serve import (
 from minivllm.cli import SCHEMA_VERSION
 from minivllm.options import read_options
 from minivllm.peers import invite
+from minivllm.timeline import check_place
 
 app = typer.Typer(help="Measure, in one process, in turn, with the spread.")
 
@@ -81,7 +82,7 @@ def cache(
     ] = False,
 ) -> None:
     """Prefix trees and caches: match, insert, evict, memory, whole requests."""
-    check_place(record)
+    check_place(record, "--record")
     if any(size < 1 or 16 % size for size in page_size or ()):
         raise ValueError("--page-size must be 1, 2, 4, 8 or 16: the loads fork there")
     guests = invite(peer or [], peer_path or [])
@@ -185,7 +186,7 @@ def serve(
     ] = False,
 ) -> None:
     """An open-loop load on an OpenAI-compatible server, or on two in turn."""
-    check_place(record)
+    check_place(record, "--record")
     check_place(svg, "--svg")
     if repeats < 1 or warmups < 0 or not timeout_s > 0:
         raise ValueError("--repeats and --timeout-s must be above 0")
@@ -333,7 +334,7 @@ def reuse(
     ] = False,
 ) -> None:
     """Identical requests on a model: when pages are visible, who waits, how long."""
-    check_place(record)
+    check_place(record, "--record")
     numbers, usual = ([1, 2, 8], (16, 1)) if quick else ([1, 2, 4, 8], (128, 3))
     max_tokens = usual[0] if max_tokens is None else max_tokens
     repeats = usual[1] if repeats is None else repeats
@@ -360,12 +361,6 @@ def reuse(
         typer.echo(line, err=as_json)
     command = spell("reuse", facts | one_by_one)
     keep(make_record(command, rows, **facts | found), record, as_json)
-
-
-def check_place(path: Path | None, option: str = "--record") -> None:
-    """Raise `ValueError` if the file of an option cannot be written there."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"{option}: {path} is a folder, or in none that is there")
 
 
 def check_sizes(prompt_tokens: int, repeats: int, options: dict[str, Any]) -> None:
@@ -446,7 +441,7 @@ def engine(
     ] = False,
 ) -> None:
     """Steps beside transformers' steps, in turn, and where a step's time goes."""
-    check_place(record)
+    check_place(record, "--record")
     dtypes, sizes = dtype or ["float32", "bfloat16"], Sizes(repeats=max(1, repeats))
     check_sizes(sizes.prefill, repeats, {"max_tokens": 2, "device": device})
     for each in dtypes:

@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (c8c713aa): edit the chapter.
+# Exported from chapters/16_traffic.py (6184a6d3): edit the chapter.
 """`minivllm simulate`, what each policy would do for a trace; and `bench calibrate`."""
 
 import json
@@ -13,13 +13,15 @@ from typing import Annotated, Any
 import typer
 
 from minivllm.bench import make_record
-from minivllm.cli import SCHEMA_VERSION, AsJson, with_options
+from minivllm.cli import SCHEMA_VERSION, AsJson, Trace, with_options
 from minivllm.command_bench import app as bench
-from minivllm.command_bench import check_place, check_sizes, keep, quantity, spell
+from minivllm.command_bench import check_sizes, keep, quantity, spell
 from minivllm.options import SAMPLING, EngineOptions
 from minivllm.progress import progress_bar
 from minivllm.replay import Replay, Served, draw_curves, reuse_curve, summary
 from minivllm.roofline import Roofline, StepRow, calibrate_llm, read_cost
+from minivllm.simulation import VirtualClock
+from minivllm.timeline import check_place, tracing
 from minivllm.workloads import TraceRequest, generate, read_trace, to_line
 
 POLICIES = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
@@ -53,13 +55,13 @@ def size_name(tokens: int) -> str:
     return str(tokens or "unbounded")
 
 
-def load_traffic(trace: str, num_requests: int | None) -> list[TraceRequest]:
+def load_traffic(source: str, num_requests: int | None) -> list[TraceRequest]:
     """The requests of a file, or of a generator named `gen:…`."""
     if num_requests is not None and num_requests < 1:
         raise ValueError(f"--requests must be at least 1, not {num_requests}")
-    if trace.startswith("gen:"):
-        return generate(trace.removeprefix("gen:"), num_requests or 200)
-    return read_trace(Path(trace))[:num_requests]
+    if source.startswith("gen:"):
+        return generate(source.removeprefix("gen:"), num_requests or 200)
+    return read_trace(Path(source))[:num_requests]
 
 
 def combinations(options: dict[str, Any]) -> list[EngineOptions]:
@@ -109,12 +111,15 @@ def run_all(
     engines: list[EngineOptions],
     sizes: list[int],
     cost: Roofline,
+    trace: Path | None = None,
 ) -> Iterator[tuple[Outcome, list[Served]]]:
     """Replay the traffic through every engine at every capacity."""
     with progress_bar("requests", len(traffic) * len(engines) * len(sizes)) as advance:
         for options, size in product(engines, sizes):
-            replay = Replay(traffic, options, size, cost)
-            served, totals = replay.run(advance), replay.engine.stats()
+            clock = VirtualClock()
+            with tracing(trace, clock) as observer:
+                replay = Replay(traffic, options, size, cost, clock, observer)
+                served, totals = replay.run(advance), replay.engine.stats()
             told, name = summary(served, totals), difference(options, engines)
             if told["refused"]:
                 note = f"{told['refused']} of {len(traffic)} requests never fit"
@@ -194,8 +199,9 @@ def panels_of(outcomes: list[Outcome]) -> Panels:
 
 @with_options(LEFT_OUT, page_size=None)
 def simulate(
-    trace: Annotated[
-        str, typer.Argument(help="A JSONL file, or gen:NAME-SEED, see above.")
+    source: Annotated[
+        str,
+        typer.Argument(metavar="TRACE", help="A JSONL file, or gen:NAME-SEED, above."),
     ],
     capacity: Annotated[
         str, typer.Option(help="Tokens of K/V memory, a list; 0: as many as needed.")
@@ -218,6 +224,7 @@ def simulate(
     svg: Annotated[
         Path | None, typer.Option(help="Draw hit rates and TTFT against memory.")
     ] = None,
+    trace: Trace = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -231,11 +238,15 @@ def simulate(
     """
     check_place(write, "--write")
     check_place(svg, "--svg")
+    check_place(trace, "--trace")
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
-    traffic = load_traffic(trace, requests)
+    traffic = load_traffic(source, requests)
     if options["page_size"] is None:
         options["page_size"] = page_of(traffic)
     engines = combinations(options)
+    single = len(engines) * len(sizes) == 1 and not cache_only
+    if trace and not single:
+        raise ValueError("--trace is of one replay: one capacity and one engine")
     page = engines[0].page_size
     if any(0 < size < page for size in sizes):
         raise ValueError(f"a capacity of {min(filter(None, sizes))} tokens is no page")
@@ -244,8 +255,7 @@ def simulate(
     if cache_only:
         shown = tell_curve(traffic, sizes, page, as_json)
     else:
-        outcomes = run_all(traffic, engines, sizes, model)
-        single = len(engines) * len(sizes) == 1
+        outcomes = run_all(traffic, engines, sizes, model, trace)
         shown = panels_of(tell_replays(outcomes, single, as_json))
     if svg:
         svg.write_text(draw_curves(*shown).svg(), "utf-8")
@@ -269,7 +279,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Time single steps of the engine, and fit the cost model of simulate to them."""
-    check_place(record)
+    check_place(record, "--record")
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     check_sizes(1, repeats, {"max_tokens": 2} | place)
     from minivllm.llm import LLM  # torch begins here

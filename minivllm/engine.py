@@ -1,4 +1,4 @@
-# Exported from chapters/07_engine.py (30ec3fef): edit the chapter.
+# Exported from chapters/07_engine.py (edd00157): edit the chapter.
 """The loop: schedule, run, commit, publish."""
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ class NoText:
     def text(self, finished: bool) -> str:
         """Nothing."""
         return ""
+
+
+def no_writer(prompt_ids: TokenIds, params: SamplingParams) -> Writer:
+    """A writer of nothing, whatever is asked."""
+    return NoText()
 
 
 class Publisher(Protocol):
@@ -225,7 +230,7 @@ class Engine:
         self.publisher = publisher or PublishEachStep()
         self.coordinator = coordinator or Independent()
         self.clock = clock or WallClock()
-        self.writers = writers or (lambda prompt_ids, params: NoText())
+        self.writers = writers or no_writer
         self.observer = observer
         self.explain: Callable[[RequestState], Any] = lambda state: None
         self.streams = streams  # else a request is reported once, when it has ended
@@ -265,6 +270,11 @@ class Engine:
         most = self.limits.vocab_size
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("logit_bias", [*(params.logit_bias or ())])
+        if params.stop and self.writers is no_writer:
+            raise ValueError(
+                "stop: without a tokenizer there is no text to find it in: "
+                "give stop_token_ids"
+            )
         if max(params.logprobs or 0, params.prompt_logprobs or 0) > most:
             raise ValueError(
                 f"logprobs and prompt_logprobs must be at most {most}, the vocabulary"

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (c7b51c9d): edit the chapter.
+# Exported from chapters/14_llm.py (884b6d5f): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
+from functools import partial
 from html import escape
 from importlib import import_module
 from numbers import Integral
@@ -19,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 
 from minivllm.chat import Message, as_conversations, load_template
-from minivllm.engine import Engine, Limits, NoText, Writer
+from minivllm.engine import Engine, Limits
 from minivllm.events import Observer, both, ignore
 from minivllm.loader import DEFAULT_MODEL, load_model, open_checkpoint
 from minivllm.model import Decoder, ModelConfig
@@ -28,7 +29,7 @@ from minivllm.progress import progress_bar
 from minivllm.request import RequestOutput, SamplingParams, TokenIds, encode_ids
 from minivllm.runner import Backend, ModelRunner
 from minivllm.sampling import Sampler
-from minivllm.timeline import Timeline, check_trace_place
+from minivllm.timeline import Timeline, check_place
 from minivllm.tokenizer import TextWriter, load_tokenizer, tokenizer_ends
 
 
@@ -110,7 +111,7 @@ class LLM:
     ) -> None:
         self.options = chosen = read_options(options)
         if trace is not None:
-            check_trace_place(Path(trace))
+            check_place(Path(trace), "trace")
         self.model, self.progress = model, progress
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
@@ -128,7 +129,8 @@ class LLM:
         limits = Limits(config.vocab_size, config.max_context, ends)
         observer = both(observer, self._start_trace(trace))
         parts = (chosen, num_pages, runner, limits, observer, self._decode)
-        self._engine: Engine | None = assemble(*parts, writers=self._writer)
+        writers = self.tokenizer and partial(TextWriter, self.tokenizer)
+        self._engine: Engine | None = assemble(*parts, writers=writers)
 
     def _start_trace(self, trace: str | Path | None) -> Observer:
         self._end_trace: Callable[[], object] = lambda: None
@@ -149,11 +151,6 @@ class LLM:
             raise ValueError(
                 f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
             ) from None
-
-    def _writer(self, prompt_ids: TokenIds, params: SamplingParams) -> Writer:
-        if self.tokenizer is None:
-            return NoText()
-        return TextWriter(self.tokenizer, prompt_ids, params)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self.tokenizer is None:

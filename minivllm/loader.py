@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (7e99d1da): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (f6cbed2f): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -103,7 +103,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 def read_config(folder: Path) -> ModelConfig:
     """The shape of a Hugging Face checkpoint; refuses what would change the numbers."""
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise LoadError(
@@ -135,7 +135,8 @@ def _default_head_dim(raw: dict[str, Any]) -> int:
     return 128 if raw["model_type"] == "qwen3" else shared
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `LoadError` naming the file."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -174,7 +175,7 @@ def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
     """End tokens of config.json and generation_config.json together."""
     found = [raw.get("eos_token_id")]
     if (folder / "generation_config.json").is_file():
-        found.append(_read_json(folder / "generation_config.json").get("eos_token_id"))
+        found.append(read_json(folder / "generation_config.json").get("eos_token_id"))
     flat = [i for ids in found for i in (ids if isinstance(ids, list) else [ids])]
     return frozenset(i for i in flat if i is not None)
 
@@ -199,7 +200,7 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards: dict[Path, list[str]] = {}
-        for name, file in _read_json(index).get("weight_map", {}).items():
+        for name, file in read_json(index).get("weight_map", {}).items():
             shards.setdefault(folder / file, []).append(name)
         return shards
     single = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (61df9fbd): edit the chapter.
+# Exported from chapters/14_llm.py (55579d6b): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -152,7 +152,9 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
     return EngineOptions(**options)
 
 
-SAMPLING = {  # fields of `SamplingParams` that a command line can give, and their help
+# Fields of `SamplingParams` that a command line can give, and their help. `seed` is the
+# engine's, and `logit_bias`, a table of token ids, is given from Python.
+SAMPLING = {
     "max_tokens": "Output tokens at most.",
     "temperature": "0 is greedy; higher is more varied.",
     "top_k": "Draw from the k likeliest tokens; 0: all.",

@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (d5c101a7): edit the chapter.
+# Exported from chapters/16_traffic.py (436d57fe): edit the chapter.
 """What a cache of each size would have found, and what an engine would have done."""
 
 from array import array
@@ -14,6 +14,7 @@ from minivllm.batch import Chunk
 from minivllm.bench import percentile
 from minivllm.drawing import Picture
 from minivllm.engine import Limits
+from minivllm.events import Observer, ignore
 from minivllm.options import EngineOptions, assemble
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.simulation import Arrival, Arrivals, CostModel, VirtualClock, simulate
@@ -255,9 +256,11 @@ class Replay:
         options: EngineOptions,
         capacity: int,
         cost: CostModel,
+        clock: VirtualClock | None = None,
+        observer: Observer = ignore,
     ) -> None:
         self.requests = requests
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.size = size = options.page_size
         self.num_pages = (
             capacity // size if capacity else sum(map(self._pages, requests))
@@ -267,9 +270,8 @@ class Replay:
         runner, limits = TraceRunner(cost, self.clock), Limits(LARGE, LARGE)
         self.arrivals = TraceArrivals(runner, answers_in(requests))
         quiet = replace(options, explain=False)  # nobody reads why
-        self.engine = assemble(
-            quiet, self.num_pages, runner, limits, clock=self.clock, streams=False
-        )
+        parts = (quiet, self.num_pages, runner, limits, observer)
+        self.engine = assemble(*parts, clock=self.clock, streams=False)
         self._followers: dict[str | None, list[TraceRequest]] = {}
         names = {request.name for request in requests}
         for request in requests:

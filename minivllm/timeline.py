@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (5de084f9): edit the chapter.
+# Exported from chapters/14_llm.py (3c9d43df): edit the chapter.
 """What an engine did and when: for Perfetto, and as the rows of a picture."""
 
 from __future__ import annotations
@@ -334,10 +334,10 @@ def _counts_of(step: Mark, start_us: float, end_us: float) -> Iterator[Event]:
             yield here | {"name": name, "ts": end_us, "args": args}
 
 
-def check_trace_place(path: Path) -> None:
-    """Raise `ValueError` if a trace cannot be written there."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"trace: {path} cannot be written")
+def check_place(path: Path | None, option: str) -> None:
+    """Raise `ValueError` if the file that an option names cannot be written."""
+    if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ValueError(f"{option}: {path} cannot be written there")
 
 
 @contextmanager
@@ -346,7 +346,7 @@ def tracing(path: Path | None, clock: Clock | None = None) -> Iterator[Observer]
     if path is None:
         yield ignore
         return
-    check_trace_place(path)
+    check_place(path, "trace")
     timeline = Timeline(clock)
     try:
         yield timeline

@@ -1,12 +1,11 @@
-# Exported from chapters/06_weights_and_words.py (ac33594b): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (dd11ee41): edit the chapter.
 """Text to token ids and back."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tokenizers import (
     AddedToken,
@@ -19,7 +18,7 @@ from tokenizers import (
 )
 from tokenizers.processors import TemplateProcessing
 
-from minivllm.loader import Checkpoint, GGUFFile, LoadError, reading
+from minivllm.loader import Checkpoint, GGUFFile, LoadError, read_json, reading
 from minivllm.request import SamplingParams
 
 CONTROL, USER_DEFINED = 3, 4  # values of GGUF's `tokenizer.ggml.token_type`
@@ -82,13 +81,22 @@ def tokenizer_ends(
     """The end token of tokenizer_config.json, as an id, if there is one."""
     if isinstance(checkpoint, GGUFFile) or tokenizer is None:
         return frozenset()
-    settings = checkpoint / "tokenizer_config.json"
-    with reading(settings):
-        name = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-        name = name.get("eos_token")
-        name = name.get("content") if isinstance(name, dict) else name
+    path = checkpoint / "tokenizer_config.json"
+    with reading(path):
+        name = read_settings(path).get("eos_token")
         found = tokenizer.token_to_id(name) if name else None
     return frozenset() if found is None else frozenset([found])
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file beside a model, if it is there; special tokens are text in it."""
+    found = read_json(path) if path.is_file() else {}
+    return {
+        name: value.get("content")
+        if name.endswith("_token") and isinstance(value, dict)
+        else value
+        for name, value in found.items()
+    }
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:

@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (6e6e5275): edit the chapter.
+# Exported from chapters/16_traffic.py (d4a9f3e3): edit the chapter.
 """Traffic to replay: requests from trace files, and generated ones."""
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from minivllm.bench import read_lines
 from minivllm.hashing import page_hashes, page_name, root_hash, token_bytes
 from minivllm.request import ExtraKey, check_extra_key, encode_ids
 
@@ -64,23 +65,11 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
     Raises `ValueError` naming the file, the line and what is wrong with it.
     """
-    reader = LineReader()
-    requests: list[TraceRequest] = []
-    lines: list[int] = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    lines.append(number)
-                    requests.append(reader.read(line, str(len(requests))))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is not text in UTF-8") from None
-    except ValueError as error:
-        raise ValueError(f"{path}:{lines[-1]}: {error}") from None
-    if not requests:
-        raise ValueError(f"{path}: there is no request in it")
+    reader, numbers = LineReader(), count()
+    found = read_lines(path, lambda line: reader.read(line, str(next(numbers))))
+    requests = [*found.values()]
     for index, fault in check_order(requests):
-        raise ValueError(f"{path}:{lines[index]}: {fault}")
+        raise ValueError(f"{path}:{[*found][index]}: {fault}")
     return requests
 
 
@@ -132,14 +121,8 @@ class LineReader:
         self.names: dict[int, int] = {}
         self.block = 0  # of all lines: they cannot be mixed
 
-    def read(self, text: str, name: str) -> TraceRequest:
+    def read(self, line: Mapping[str, Any], name: str) -> TraceRequest:
         """One line. Raises `ValueError` for whatever is wrong with it."""
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"this is not JSON: {error}") from None
-        if not isinstance(line, dict):
-            raise ValueError(f"a request is a JSON object, not {text.strip()[:40]}")
         ids, num_tokens, block = self._prompt(line)
         if self.block not in (0, block):
             raise ValueError("hash_ids and prompt_token_ids in one file")

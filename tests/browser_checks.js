@@ -66,12 +66,20 @@ window.checks = {
     return has() === scheme;
   },
 
-  /* The elements that show words of their own. */
+  /* The elements that show words of their own; of a listing each kind of word once. */
   written() {
     const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     const found = new Set();
     while (words.nextNode())
       if (words.currentNode.data.trim()) found.add(words.currentNode.parentElement);
+    const kinds = new Map();
+    for (const word of found) {
+      const listing = word.closest(".highlight pre");
+      if (!listing) continue;
+      const known = kinds.get(listing) ?? new Set();
+      if (known.has(word.className)) found.delete(word);
+      kinds.set(listing, known.add(word.className));
+    }
     const seen = { opacityProperty: true, visibilityProperty: true };
     return [...found].filter((x) => x.checkVisibility(seen) && !x.matches(":disabled"));
   },

@@ -362,7 +362,7 @@ def test_calls_from_a_file(tmp_path):
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "calls.jsonl"
     path.write_text(f'{{"prompt": "x"}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"calls\.jsonl, line 2: "):
+    with pytest.raises(ValueError, match=r"calls\.jsonl:2: "):
         read_calls(path)
 
 
@@ -533,7 +533,7 @@ def test_what_is_refused_before_anything_is_measured(capsys, tmp_path):
             ("--base-url", url, "--arrivals", "trace"): "--prompts FILE",
             ("--base-url", url, "--repeats", 0): "must be above 0",
             ("--base-url", url, "--prompts", tmp_path / "no.jsonl"): "no.jsonl",
-            ("--base-url", url, "--svg", tmp_path): "is a folder",
+            ("--base-url", url, "--svg", tmp_path): "--svg: ",
         }
         for arguments, words in cases.items():
             code, out, err = command(*arguments, capsys=capsys)

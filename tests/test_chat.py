@@ -70,7 +70,7 @@ def test_it_renders_as_transformers_does(smollm2):
 
 
 def test_a_chat_begins_once(llm):
-    """The template wrote <s>; the tokenizer adds none. Plain text still gets one."""
+    """f12: the template wrote <s>; the tokenizer adds none. Plain text gets one."""
     output = llm.chat(HELLO, GREEDY)[0]
     assert output.prompt_token_ids == [1, 4, 7, 8, 3]
     assert output.prompt == "<s>u w7 w8 a"
@@ -192,6 +192,7 @@ def test_what_a_template_refuses(source, named):
 
 
 def test_a_model_without_a_template(talker):
+    """f11: one line, which says what to do."""
     (talker / "chat_template.jinja").unlink(missing_ok=True)
     plain = LLM(talker, num_pages=8, device="cpu")
     with pytest.raises(ValueError, match="no chat template: use generate"):
@@ -202,8 +203,12 @@ def test_a_model_without_a_template(talker):
 
 
 def test_a_stream_grows_to_the_answer(llm):
+    """f9: and says from the beginning how much was cached, as the whole answer does."""
+    llm.generate("w7 w8 w9", GREEDY)
     whole = llm.generate("w7 w8 w9", GREEDY)[0]
     seen = list(llm.stream("w7 w8 w9", GREEDY))
+    cached = {o.num_cached_tokens for o in seen}
+    assert cached == {whole.num_cached_tokens} and whole.num_cached_tokens > 0
     assert [len(o.outputs[0].token_ids) for o in seen] == [1, 2, 3, 4, 5, 6]
     assert [o.finished for o in seen] == [False] * 5 + [True]
     assert seen[-1].outputs[0].token_ids == whole.outputs[0].token_ids

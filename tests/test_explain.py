@@ -627,18 +627,21 @@ def test_every_reason_has_words_and_a_step():
 # ---- Long runs -----------------------------------------------------------------------
 
 
-def test_memory_stays_bounded():
-    """100,000 requests of new text: no structure grows, and the process does not."""
+@pytest.mark.parametrize(
+    "num_requests", [10_000, pytest.param(100_000, marks=pytest.mark.slow)]
+)
+def test_memory_stays_bounded(num_requests):
+    """Requests of new text: no structure grows, and the process does not."""
     engine, rng = small(num_pages=128, explain_tokens=4_096), random.Random(1)
     explainer = engine.explain.__self__
     params, sizes = SamplingParams(max_tokens=1), []
-    for turn in range(100):
-        for i in range(1_000):
+    for turn in range(10):
+        for i in range(num_requests // 10):
             key = rng.choice([None, rng.randrange(50)])
             engine.submit(rng.choices(range(256), k=20), params, key)
             while i % 40 == 39 and engine.has_unfinished():
                 engine.step()
-        if turn in (19, 99):
+        if turn in (1, 9):
             gc.collect()
             sizes.append(len(gc.get_objects()))
         history, pages = explainer.history, explainer.pages
@@ -646,4 +649,4 @@ def test_memory_stays_bounded():
         assert len(pages._names) <= 128 and len(explainer._keys) <= MAX_KEYS
         assert not explainer._queued and not explainer._running
         assert not len(explainer._reports), "reports outlive their requests"
-    assert sizes[1] < sizes[0] + 2_000, "objects pile up"
+    assert sizes[1] < sizes[0] + num_requests // 50, "objects pile up"

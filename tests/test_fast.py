@@ -50,11 +50,17 @@ def slots_of(chunk: Chunk, page: int, seen: int) -> list[int]:
 
 
 def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One token [heads, head_dim] looks at all keys [tokens, ...]; in float64."""
-    group = query.shape[0] // KV_HEADS
-    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = torch.einsum("hd,nhd->hn", query.double(), keys) / math.sqrt(HEAD_DIM)
-    return torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+    """The last tokens [rows, heads, head_dim] look at all keys [tokens, ...] up to
+    their own; in float64."""
+    rows, heads, _ = query.shape
+    query, keys, values = (x.double() for x in (query, keys, values))
+    keys, values = (
+        x.repeat_interleave(heads // KV_HEADS, dim=1) for x in (keys, values)
+    )
+    scores = torch.einsum("rhd,nhd->hrn", query, keys) / math.sqrt(HEAD_DIM)
+    later = torch.ones(scores.shape[1:]).triu(len(keys) - rows + 1).bool()
+    weights = scores.masked_fill(later, -math.inf).softmax(-1)
+    return torch.einsum("hrn,nhd->rhd", weights, values)
 
 
 def check(
@@ -70,17 +76,19 @@ def check(
     layer = backend.attention(*(torch.full(size, math.nan, dtype=dtype) for _ in "kv"))
     for slot in {s for c in chunks for s in slots_of(c, page, c.end)}:
         layer.keys[slot], layer.values[slot] = torch.randn(2, *size[1:])
-    rows = sum(len(chunk.token_ids) for chunk in chunks)
+    sizes = [len(chunk.token_ids) for chunk in chunks]
+    rows = sum(sizes)
     query = torch.randn(rows, KV_HEADS * group, HEAD_DIM).to(dtype)
     key, value = torch.randn(2, rows, KV_HEADS, HEAD_DIM).to(dtype)
     plan = plan_batch(chunks, page, NUM_SLOTS // page, CPU)
     plan = backend.arrange(plan, page, layer.keys)
     out = layer.forward(query, key, value, plan)
-    seen = [(c, n + 1) for c in chunks for n in range(c.start, c.end)]
-    for row, (chunk, number) in enumerate(seen):
-        slots = slots_of(chunk, page, number)
-        wanted = dense(query[row], layer.keys[slots], layer.values[slots])
-        assert (out[row] - wanted).abs().max() <= TOLERANCE[dtype]
+    for chunk, asked, found in zip(
+        chunks, query.split(sizes), out.split(sizes), strict=True
+    ):
+        slots = slots_of(chunk, page, chunk.end)
+        wanted = dense(asked, layer.keys[slots], layer.values[slots])
+        assert (found - wanted).abs().max() <= TOLERANCE[dtype]
     return plan
 
 

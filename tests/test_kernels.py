@@ -1,5 +1,6 @@
 """Kernels against what they stand for: PyTorch's ways, in chapter 5's classes."""
 
+import gc
 import math
 from itertools import pairwise
 
@@ -22,6 +23,7 @@ from minivllm.runner import Backend
 
 numba = pytest.importorskip("numba", reason="the kernels need numba")
 kernels = pytest.importorskip("minivllm.kernels_numba")
+Dispatcher = pytest.importorskip("numba.core.dispatcher").Dispatcher
 
 FORMATS = (torch.float32, torch.bfloat16)
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # of the largest number
@@ -155,6 +157,24 @@ def test_equal_tokens_with_and_without(dtype, tiny_folders):
         if dtype == "float32":
             assert told[0] == told[1]
         assert [len(ids) for ids in told[1]] == [12] * 4
+
+
+def test_a_new_length_compiles_nothing(tiny_folders):
+    """g11: 50 lengths, alone and together, on what the first few have compiled."""
+    options = {"num_pages": 64, "page_size": 4, "dtype": "float32"}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(tiny_folders[0], device="cpu", kernels="numba", **options) as llm:
+        llm.generate([[5, 6, 7], [5, 6, 8]], params, use_tqdm=False)
+        before = num_compiled()
+        for length in range(1, 51):
+            llm.generate([[*range(length)], [9]], params, use_tqdm=False)
+        assert num_compiled() == before > 0
+
+
+def num_compiled() -> int:
+    """Kernels in this process, one for each kind of arguments."""
+    kinds = (x for x in gc.get_objects() if issubclass(type(x), Dispatcher))
+    return sum(len(kernel.signatures) for kernel in kinds)
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,10 @@ def test_each_continuation_has_its_own(llm):
 
 
 def test_a_stream_grows(llm):
-    """What was given does not change; each step brings one more table."""
+    """f4: what was given does not change; each step brings one more table.
+
+    At the end they are those of an answer that was not streamed.
+    """
     engine = llm.engine
     engine.submit(PROMPT, cold(logprobs=1, prompt_logprobs=0, max_tokens=4))
     seen = []
@@ -211,6 +214,9 @@ def test_a_stream_grows(llm):
     sums = [o.outputs[0].cumulative_logprob for o in seen]
     assert sums == sorted(sums, reverse=True) and len(set(sums)) == 4
     assert all(len(o.prompt_logprobs) == 20 for o in seen)
+    [whole] = run(llm, [(PROMPT, cold(logprobs=1, prompt_logprobs=0, max_tokens=4))])
+    assert seen[-1].outputs[0].logprobs == whole.outputs[0].logprobs
+    assert seen[-1].prompt_logprobs == whole.prompt_logprobs
     seen[0].prompt_logprobs.clear()
     assert len(seen[1].prompt_logprobs) == 20
 
@@ -366,6 +372,7 @@ def test_an_end_token_ends_unless_ignored(llm):
         ([1], {"logit_bias": {VOCAB: 1}}, f"logit_bias: token id {VOCAB} is not"),
         ([1], {"logprobs": VOCAB + 1}, "logprobs and prompt_logprobs must be at most"),
         ([1], {"prompt_logprobs": 999}, "logprobs and prompt_logprobs must be at most"),
+        ([1], {"stop": ["x"]}, "stop: without a tokenizer there is no text"),
         ([1] * 256, {}, "the prompt has 256 tokens and the model's context 256"),
         ([1] * 257, {}, "the prompt has 257 tokens and the model's context 256"),
     ],

@@ -28,6 +28,7 @@ from minivllm.roofline import (
     load_of,
     read_cost,
 )
+from minivllm.timeline import REQUESTS
 from minivllm.workloads import (
     GENERATORS,
     TraceRequest,
@@ -148,6 +149,9 @@ def test_the_curve_keeps_salts_apart() -> None:
     assert reuse_curve(salted, [0], 4) == [0.0]
 
 
+PUBLIC = [4.5, 4.5, 4.5, 5.6, 18.8, 35.6, 39.8]  # % found: 16K to 16M tokens, and all
+
+
 def test_the_public_trace(conversation) -> None:
     """The figures that were counted elsewhere, and the time of one pass."""
     assert len(conversation) == 12_031
@@ -166,15 +170,14 @@ def test_the_public_trace(conversation) -> None:
     start = time.perf_counter()
     rates = reuse_curve(conversation, sizes, 512)
     assert time.perf_counter() - start < 60  # half a second where nothing else runs
-    told = [4.5, 4.5, 4.5, 5.6, 18.8, 35.6, 39.8]
-    for rate, expected in zip(rates, told, strict=True):
-        assert abs(100 * rate - expected) < 0.1
+    assert [100 * rate for rate in rates] == pytest.approx(PUBLIC, abs=0.1)
 
 
 # ---- Reading -------------------------------------------------------------------------
 
 BAD = {
     "not JSON": ([own(0, [1]), "{nonsense"], 2, "not JSON"),
+    "f14, deep": ([own(0, [1]), "[" * 3_000 + "]" * 3_000], 2, "not JSON"),
     "no object": (["[1, 2]"], 1, "object"),
     "no prompt": ([{"timestamp": 0, "output_length": 1}], 1, "prompt_token_ids"),
     "empty prompt": ([own(0, [])], 1, "prompt_token_ids"),
@@ -463,16 +466,45 @@ def test_cost_grows_with_the_number_of_requests_and_no_faster() -> None:
 
 
 @pytest.mark.slow
-def test_the_public_trace_through_the_scheduler(conversation, capsys) -> None:
-    """About a minute; 2 GB at most. Finds what was there, but for partial blocks."""
-    start = time.perf_counter()
-    served, replay = run(conversation, page_size=512, cost=COSTS["70b-8xh100"])
-    stats = replay.engine.stats()
-    with capsys.disabled():
-        print(f"\n12,031 requests in {time.perf_counter() - start:.0f} s")
-    assert stats["queried_tokens"] == 144_793_823
-    assert 0.370 < stats["cached_tokens"] / stats["queried_tokens"] < 0.3737
-    assert sum(s.output_tokens for s in served) == 4_122_048
+def test_the_public_trace_through_the_commands(conversation) -> None:
+    """Some minutes. 2 GB at most, and twice the requests take twice the time.
+
+    The scheduler finds what was there, but for partial blocks.
+    """
+    halves, seconds, _ = used_by("--requests", "6000", "--json")
+    told, all_seconds, peak_bytes = used_by("--json")
+    assert len(halves["requests"]) == 6_000 and len(told["requests"]) == 12_031
+    assert all_seconds < 3 * seconds and peak_bytes < 2e9, (all_seconds, seconds)
+    totals = told["totals"]
+    assert totals["queried_tokens"] == 144_793_823
+    assert 0.370 < totals["cached_tokens"] / totals["queried_tokens"] < 0.3737
+    assert sum(r["output_tokens"] for r in told["requests"]) == 4_122_048
+    assert {r["finish_reason"] for r in told["requests"]} == {"length"}
+    told, _, peak_bytes = used_by("--cache-only", "--json")
+    rates = [100 * each["hit_rate"] for each in told["capacities"]]
+    assert rates == pytest.approx(PUBLIC, abs=0.1) and peak_bytes < 2e9
+
+
+MEASURED = """
+import resource, sys
+from minivllm.cli import main
+try:
+    main(["simulate", *sys.argv[1:]])
+finally:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(used.ru_utime, used.ru_maxrss, file=sys.stderr)
+"""
+
+
+def used_by(*arguments: str) -> tuple[dict, float, float]:
+    """What `simulate` says of the public trace; CPU seconds, and bytes at most."""
+    pytest.importorskip("resource", reason="Windows does not tell the peak")
+    command = [sys.executable, "-c", MEASURED, str(find_trace()), *arguments]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    seconds, peak = map(float, done.stderr.split()[-2:])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return json.loads(done.stdout), seconds, peak * unit
 
 
 # ---- The cost model ------------------------------------------------------------------
@@ -725,6 +757,24 @@ def test_a_sweep(tmp_path, capsys) -> None:
     assert all(run["totals"]["lookups"] == 40 for run in runs)
 
 
+def test_a_trace_of_a_replay(tmp_path, capsys) -> None:
+    """On the virtual clock: what each request waited is what the replay reports."""
+    path = tmp_path / "out.json"
+    arguments = ["gen:bursts-1", "--requests", "20", "--json"]
+    plain = simulate(capsys, *arguments)[1]
+    assert simulate(capsys, *arguments, "--trace", str(path))[1] == plain
+    events = json.loads(path.read_text("utf-8"))["traceEvents"]
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == REQUESTS:
+            span = (event["ts"], event["ts"] + event["dur"])
+            rows.setdefault(event["tid"], []).append(span)
+    lasted = [max(e for _, e in row) - min(s for s, _ in row) for row in rows.values()]
+    served = json.loads(plain)["requests"]
+    waited = sorted(1e6 * each["e2e_s"] for each in served)
+    assert sorted(lasted) == pytest.approx(waited, abs=1)
+
+
 def test_traffic_written_out_is_the_same_traffic(tmp_path, capsys) -> None:
     path = tmp_path / "out.jsonl"
     arguments = ["--requests", "30", "--json"]
@@ -746,6 +796,9 @@ def test_traffic_written_out_is_the_same_traffic(tmp_path, capsys) -> None:
         (["gen:agents-1", "--cost", "warp"], "warp"),
         (["gen:agents-1", "--svg", "/nowhere/x.svg"], "x.svg"),
         (["gen:agents-1", "--write", "/nowhere/x"], "/nowhere/x"),
+        (["gen:agents-1", "--trace", "/nowhere/x.json"], "--trace: /nowhere/x.json"),
+        (["gen:agents-1", "--trace", "x", "--capacity", "4K,0"], "one replay"),
+        (["gen:agents-1", "--trace", "x", "--cache-only"], "one replay"),
         (["gen:agents-1", "--page-size", "0"], "page_size"),
         (["gen:agents-1", "--device", "cpu"], "device"),
     ],
