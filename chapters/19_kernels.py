@@ -347,7 +347,7 @@ class Vector(types.Type):
     """So many float32, side by side."""
 
     def __init__(self, lanes: int) -> None:
-        super().__init__(f"Vector({lanes})")  # type: ignore[no-untyped-call]
+        super().__init__(f"Vector({lanes})")
         self.lanes = lanes
 
 
@@ -356,7 +356,8 @@ class VectorModel(models.PrimitiveModel):
     """A `Vector` is one value for LLVM too."""
 
     def __init__(self, manager: Any, kind: Vector) -> None:
-        super().__init__(manager, kind, ir.VectorType(FLOAT, kind.lanes))
+        llvm_kind = ir.VectorType(FLOAT, kind.lanes)
+        super().__init__(manager, kind, llvm_kind)  # type: ignore[no-untyped-call]
 
 
 class Writer:

@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (092238b3): edit the chapter.
+# Exported from chapters/19_kernels.py (dc265f5f): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class Vector(types.Type):
     """So many float32, side by side."""
 
     def __init__(self, lanes: int) -> None:
-        super().__init__(f"Vector({lanes})")  # type: ignore[no-untyped-call]
+        super().__init__(f"Vector({lanes})")
         self.lanes = lanes
 
 
@@ -118,7 +118,8 @@ class VectorModel(models.PrimitiveModel):
     """A `Vector` is one value for LLVM too."""
 
     def __init__(self, manager: Any, kind: Vector) -> None:
-        super().__init__(manager, kind, ir.VectorType(FLOAT, kind.lanes))
+        llvm_kind = ir.VectorType(FLOAT, kind.lanes)
+        super().__init__(manager, kind, llvm_kind)  # type: ignore[no-untyped-call]
 
 
 class Writer:

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fast import CPU, NUM_SLOTS, check, decode, draw_chunk, draw_tables
+from test_fast import CPU, check, decode, draw_chunk, draw_tables
 from tiny_models import tiny
 
 import minivllm.attention
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, model
 from minivllm.linear import packed_product
 from minivllm.llm import choose_backend
-from minivllm.model import Ops, RMSNorm
+from minivllm.model import Decoder, ModelConfig, RMSNorm, run_layers
 from minivllm.options import CHOICES
 from minivllm.runner import Backend
 
@@ -35,32 +35,40 @@ def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool
     return bool((found.float() - wanted.float()).abs().max() <= CLOSE[dtype] * largest)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+def lanes(x: torch.Tensor) -> np.ndarray:
+    return kernels.as_lanes(x, kernels.lanes_for(len(x))).numpy()
+
+
+def rows(columns: np.ndarray, number: int) -> torch.Tensor:
+    return torch.from_numpy(columns)[:, :number].t()
+
+
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 70), half=st.integers(1, 40), seed=st.integers(0, 99))
-def test_the_small_ones(dtype, rows, half, seed):
+@given(rows_=st.integers(1, 32), half=st.integers(1, 40), seed=st.integers(0, 99))
+def test_the_small_ones(rows_, half, seed):
     """Each gives PyTorch's numbers, and writes only where it says that it does."""
     torch.manual_seed(seed)
-    ops, plain = OURS[dtype].ops, Ops()
-    x, delta = torch.randn(2, rows, 2 * half).mul(3).to(dtype)
-    norm = RMSNorm(2 * half, 1e-5).to(dtype)
+    x, delta = torch.randn(2, rows_, 2 * half).mul(3)
+    norm = RMSNorm(2 * half, 1e-5)
     norm.weight.data.uniform_(0.5, 2)
-    ours, theirs = x.clone(), x.clone()
     with torch.inference_mode():
-        assert close(
-            ops.add_norm(ours, delta, norm), plain.add_norm(theirs, delta, norm), dtype
-        )
-        assert torch.equal(ours, theirs)
-        assert torch.equal(
-            ops.add_norm(ours, None, norm), plain.add_norm(theirs, None, norm)
-        )
-        assert close(ops.gate(x), plain.gate(x), dtype)
-        heads = torch.randn(rows, 5, 2 * half).to(dtype)
-        angles = 50 * torch.randn(rows, half)
-        wanted = plain.rotate(heads, 3, plain.turns(angles, torch.float32))
-        kept = heads[:, 3:].clone()
-        found = ops.rotate(heads, 3, ops.turns(angles, dtype))
-    assert close(found, wanted, dtype) and torch.equal(heads[:, 3:], kept)
+        ours, told = lanes(x), np.empty_like(lanes(x))
+        kernels.add_norm(ours, lanes(delta), *kernels.norm_of((norm, 1)), told)
+        assert close(rows(ours, rows_), x + delta, torch.float32)
+        assert close(rows(told, rows_), norm(x + delta), torch.float32)
+        gated = np.empty((half, ours.shape[1]), np.float32)
+        kernels.gate(lanes(x), gated)
+        assert close(rows(gated, rows_), model.gated(x), torch.float32)
+        heads, angles = torch.randn(rows_, 5, 2 * half), 50 * torch.randn(rows_, half)
+        turned = lanes(heads.flatten(1))
+        kernels.rotate(turned, 6 * half, lanes(angles.cos()), lanes(angles.sin()))
+        wanted = model.rotate(heads[:, :3], *model.rotation(angles[:, None]))
+        wanted = torch.cat((wanted, heads[:, 3:]), dim=1)
+        assert close(rows(turned, rows_), wanted.flatten(1), torch.float32)
+        normed = lanes(heads.flatten(1))
+        kernels.norm_heads(normed, *kernels.norm_of((norm, 3)), 2 * half)
+        wanted = torch.cat((norm(heads[:, :3]), heads[:, 3:]), dim=1)
+        assert close(rows(normed, rows_), wanted.flatten(1), torch.float32)
 
 
 def test_an_exponential_of_anything_that_a_gate_or_a_score_can_be():
@@ -80,31 +88,47 @@ def test_an_exponential_of_anything_that_a_gate_or_a_score_can_be():
     assert found[-3] < 1e-37 and found[-1] == 1
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(1, 40),
-    inputs=st.integers(1, 12).map(lambda n: 4 * n),
-    outputs=st.integers(1, 300),
+    inputs=st.integers(1, 12).map(lambda n: 16 * n),
+    outputs=st.integers(kernels.ROWS, 300),
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_product_in_blocks(tokens, inputs, outputs, biased, seed):
-    """Few tokens and many, outputs that fill no block, with a bias and without."""
+def test_a_product(dtype, tokens, inputs, outputs, biased, seed):
+    """Few tokens and many, outputs that fill no tile, with a bias and without."""
     torch.manual_seed(seed)
-    weight, x = torch.randn(outputs, inputs), torch.randn(tokens, inputs)
-    weight, x = weight.bfloat16(), x.bfloat16()
-    bias = torch.randn(outputs).bfloat16() if biased else None
-    found = kernels.blocked_product(weight, bias)(x)
+    weight, x = (torch.randn(n, inputs).to(dtype) for n in (outputs, tokens))
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    found = kernels.read_product(weight, bias)(x)
     wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    assert found.dtype == x.dtype and close(found, wanted, torch.bfloat16)
+    assert found.dtype == x.dtype and found.is_contiguous()
+    assert close(found, wanted, dtype)
 
 
-def test_a_weight_that_fits_no_block_is_packed(monkeypatch):
+def test_a_weight_that_fits_no_tile_is_packed(monkeypatch):
     asked = []
     monkeypatch.setattr(kernels, "packed_product", lambda *given: asked.append(given))
-    for weight in (torch.ones(8, 8), torch.ones(8, 6).bfloat16()):
-        kernels.blocked_product(weight, None)
+    for weight in (torch.ones(kernels.ROWS - 1, 16), torch.ones(300, 24).bfloat16()):
+        kernels.read_product(weight, None)
     assert len(asked) == 2 and packed_product is not kernels.packed_product
+
+
+def attend(layer, query, key, value, plan):
+    """A decode step's attention by the kernels, others as ever."""
+    if not isinstance(plan, kernels.DecodePlan):
+        return layer.forward(query, key, value, plan)
+    heads = lanes(torch.cat((query, key, value), dim=1).flatten(1))
+    memory = [kernels.as_array(x.flatten(1)) for x in (layer.keys, layer.values)]
+    num_heads, head_dim = query.shape[1:]
+    kernels.write(heads, num_heads * head_dim, plan.slots, *memory)
+    sizes = (len(plan.order), num_heads, head_dim)
+    room = [np.full(size, np.nan, np.float32) for size in (sizes, sizes[:2])]
+    out = np.full((num_heads * head_dim, heads.shape[1]), np.nan, np.float32)
+    kernels.CompiledLayers().attend(heads, memory, plan, room, out)
+    return rows(out, len(query)).reshape(query.shape)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -117,29 +141,67 @@ def test_a_weight_that_fits_no_block_is_packed(monkeypatch):
     min_saved=st.sampled_from([1, 20, 256]),
 )
 def test_any_mixture_equals_dense_attention(dtype, data, page, group, piece, min_saved):
-    """Chunks, single tokens, shared runs, pieces of every length."""
+    """Steps of single tokens, and others; shared runs, pieces of every length."""
     torch.manual_seed(data.draw(st.integers(0, 9)))
-    chunks = [draw_chunk(data, table, page) for table in draw_tables(data, page)]
+    most = data.draw(st.sampled_from([1, 1, 1, 9]))
+    chunks = [draw_chunk(data, table, page, most) for table in draw_tables(data, page)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minivllm.attention, "MIN_SAVED", min_saved)
         patch.setattr(kernels, "PIECE", piece)
         chunks = data.draw(st.permutations(chunks))
-        check(chunks, page, group, dtype, OURS[dtype])
+        check(chunks, page, group, dtype, kernels.arrange, attend)
 
 
 @pytest.mark.parametrize("end", [1, 2, 63, 64, 65, 128, 191, 192, 193, 500])
 def test_pieces_cover_a_context_once(end):
     """From its start to its end, none of them more than half a piece too short."""
-    chunk = decode(range(NUM_SLOTS // 16), end)
-    plan = minivllm.attention.plan_batch([chunk], 16, 0, CPU).chunks[0]
     for start in {0, min(32, end - 1)}:
-        pieces = kernels.cut(3, plan, start)
-        assert pieces[0][2] == start and pieces[-1][3] == end
-        assert all(one[3] == other[2] for one, other in pairwise(pieces))
-        assert all(piece[:2] == (0, 3) for piece in pieces)
-        sizes = [last - first for *_, first, last in pieces]
+        pieces = kernels.cut(start, end)
+        assert pieces[0][0] == start and pieces[-1][1] == end
+        assert all(one[1] == other[0] for one, other in pairwise(pieces))
+        sizes = [last - first for first, last in pieces]
         assert sizes == [*[128] * (len(sizes) - 1), sizes[-1]]
         assert 0 < sizes[-1] <= 192 and (len(sizes) == 1 or sizes[-1] > 64)
+
+
+def test_a_shared_prefix_is_read_once():
+    """480 tokens that 16 rows share: read in four pieces, and 14 more by each row."""
+    prefix = range(30)
+    chunks = [decode([*prefix, 30 + i], 494) for i in range(16)]
+    plan = check(chunks, 16, 3, torch.float32, kernels.arrange, attend)
+    sizes = [end - start for start, end, *_ in plan.runs]
+    assert sizes == [128, 128, 128, 96] and len(plan.readers) == 4 * 16
+    assert [end - start for _, start, end in plan.pieces] == [14] * 16
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 9, 17])
+@pytest.mark.parametrize("kind", ["plain", "biases", "head norms"])
+def test_all_layers_at_once(num_tokens, kind):
+    """The stream after a decode step of so many tokens is that of chapter 5."""
+    torch.manual_seed(num_tokens)
+    special = {"qkv_bias": kind == "biases", "qk_norm": kind == "head norms"}
+    config = ModelConfig(99, 48, 64, 3, 6, 2, 8, max_context=512, **special)
+    decoder = Decoder(config)
+    for parameter in decoder.parameters():
+        parameter.data.uniform_(-0.5, 0.5)
+    decoder.pack(kernels.read_product)
+    chunks = [decode([i], 3) for i in range(num_tokens)]
+    memory = [
+        minivllm.attention.PagedAttention(*torch.randn(2, 18 * 16, 2, 8)) for _ in "abc"
+    ]
+    plan = minivllm.attention.plan_batch(chunks, 16, 17, CPU)
+    x, angles = torch.randn(num_tokens, 48), torch.randn(num_tokens, 4)
+    with torch.inference_mode():
+        wanted = run_layers(decoder.layers, x.clone(), memory, plan, angles)
+        kept = [(layer.keys.clone(), layer.values.clone()) for layer in memory]
+        own = kernels.arrange(plan, 16, memory[0].keys)
+        assert isinstance(own, kernels.DecodePlan)
+        assert all(kernels.weights_of(layer) for layer in decoder.layers)
+        found = OURS[torch.float32].run(decoder.layers, x, memory, own, angles)
+        assert close(found, wanted, torch.float32)
+        for layer, (keys, values) in zip(memory, kept, strict=True):
+            assert close(layer.keys, keys, torch.float32)
+            assert close(layer.values, values, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -186,13 +248,15 @@ def tiny_folders():
 def test_the_choice_of_kernels(monkeypatch):
     """ "auto" takes what works; a name that does not is refused, with the reason."""
     assert CHOICES["kernels"] == ("auto", "torch", "numba")
-    assert isinstance(choose_backend("auto", CPU, torch.float32).ops, kernels.NumbaOps)
-    assert type(choose_backend("torch", CPU, torch.float32).ops) is Ops
-    assert type(choose_backend("auto", CPU, torch.float16).ops) is Ops
+    assert isinstance(
+        choose_backend("auto", CPU, torch.float32).run, kernels.CompiledLayers
+    )
+    assert choose_backend("torch", CPU, torch.float32).run is run_layers
+    assert choose_backend("auto", CPU, torch.float16).run is run_layers
     with pytest.raises(ValueError, match=r"'numba' cannot be used here.*float32"):
         choose_backend("numba", CPU, torch.float16)
     monkeypatch.setitem(__import__("sys").modules, "minivllm.kernels_numba", None)
-    assert type(choose_backend("auto", CPU, torch.float32).ops) is Ops
+    assert choose_backend("auto", CPU, torch.float32).run is run_layers
     with pytest.raises(ValueError, match="'numba' cannot be used here"):
         choose_backend("numba", CPU, torch.float32)
     assert isinstance(choose_backend("torch", CPU, torch.float32), Backend)
