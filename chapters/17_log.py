@@ -7,11 +7,11 @@
 # it and plays it is borrowed from the package until it is built below.)
 
 # %% tags=["hide-input"]
-import itertools
 import json
 import random
 from array import array
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -46,7 +46,7 @@ def shop_request(rng: random.Random, minute: int) -> dict:
         f"list.\nWhere is order {rng.randrange(10**5)}?"
     )
     tools = list(TOOLS)
-    if rng.random() < 0.3:
+    if rng.random() < 0.15:
         rng.shuffle(tools)
     said = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     return {"messages": said, "tools": tools}
@@ -72,15 +72,16 @@ print(f"{cache.reused / total:.1%}")
 
 same = [
     sum((Counter(one.text.split()) & Counter(other.text.split())).values())
-    for one, other in itertools.pairwise(prompts)
+    for one, other in pairwise(prompts)
 ]
 words = sum(len(prompt.text.split()) for prompt in prompts[1:])
 print(f"words that the request before had too: {sum(same) / words:.1%}")
 
 # %% [markdown]
-# Of all words [97.7%](#opening) stood in the request before. Of all tokens [30.7%](#opening) were
-# reused. The memory is large enough for everything, nothing was evicted, and nobody else asked.
-# Why so little?
+# Of all words [99.2%](#opening) stood in the request before. Of all tokens [24.5%](#opening) were
+# reused. The memory has room for everything, nothing was evicted, nobody waited, and each request
+# had ended before the next one came. Three quarters of the work was done before, word for word, and was done
+# again. Why?
 #
 # ## The token tells nothing
 #
@@ -88,8 +89,6 @@ print(f"words that the request before had too: {sum(same) / words:.1%}")
 # token at which a request leaves the one before it.
 
 # %% name="tokens"
-import itertools
-
 from minivllm.radix import shared_pages
 
 
@@ -99,7 +98,7 @@ def parting(one: Asked, other: Asked) -> int:
 
 
 places = Counter()
-for one, other in itertools.pairwise(prompts):
+for one, other in pairwise(prompts):
     at = parting(one, other)
     text = (each.text[each.char(at) : each.char(at + 1)] for each in (one, other))
     places[at, *text] += 1
@@ -108,10 +107,14 @@ for (at, one, other), times in places.most_common(4):
     print(f"  {times} times at token {at}, {one!r} and {other!r}")
 
 # %% [markdown]
-# A digit here and a digit there, in [many](#tokens) places, none of them frequent. A clock moves through its digits, and a tokenizer gives each digit a token. The list has no
-# first line that one could act on. Nor does it show what the digit *costs*. The misconception is that
-# a small difference costs little. It costs whatever comes behind it, and the position of the token
-# says nothing about how much of that would have been the same again.
+# A digit here, a digit there, in [27](#tokens) variants, of which the most frequent explains
+# [11](#tokens) requests of 119. A clock moves through its digits, and this tokenizer gives each digit a token
+# of its own, so one cause falls apart into many symptoms. A list of tokens has no first line that one could act on.
+#
+# Nor does it show what a digit *costs*. The misconception is that a small difference costs little. A
+# prefix cache gives back what stands before the first difference and nothing of what stands behind
+# it ([chapter 2](02_hashing.md) showed why: a name stands for a whole past). The cost of a difference is
+# not its size. It is the length of whatever follows it and would have been the same again.
 #
 # Nobody repairs a token. People repair the line of a program that put the clock there. That line has
 # written a *field* of a request: the content of message 0, the third tool. So the question
@@ -445,9 +448,9 @@ for at in (60, parting(prompts[0], prompts[1]), 700):
     print(f"token {at}: {path}, character {offset}, after {before!r}")
 
 # %% [markdown]
-# The template of this model has no place for tools, and then the `Encoder` puts them in front, as most
-# templates do that have one. The prompts of the first two requests part in the
-# system message, at a digit of the clock.
+# The prompts of the first two requests part at token [199](#fields), and now that is a place: in the system
+# message, behind [62](#fields) characters, in a clock. (The template of this model has no variable for tools.
+# The `Encoder` then puts them in front, where most templates that have one put them.)
 #
 # ## Whom to compare with
 #
@@ -869,11 +872,11 @@ def differences(here: Asked, there: Asked) -> Iterator[Break]:
 # %% name="breaks"
 from minivllm.lint import differences
 
+for each in differences(prompts[1], prompts[0]):
+    print(f"{each.path}: {each.cause}; {each.gap.alike} tokens alike behind it")
 shuffled = next(p for p in prompts if p.body["tools"] != TOOLS)
-for here, there in ((prompts[1], prompts[0]), (shuffled, prompts[0])):
-    print(f"line {here.number}, beside line {there.number}:")
-    for each in differences(here, there):
-        print(f"  {each.path}: {each.cause}; {each.gap.alike} tokens alike behind it")
+each = next(differences(shuffled, prompts[0]))
+print(f"line {shuffled.number}: {each.path}: {each.cause}")
 
 # %% [markdown]
 # ## What a difference costs
@@ -971,9 +974,13 @@ for size in SIZES:
     print(f"pages of {size:3}: {cached:3} reused, {lost:3} lost to the clock")
 
 # %% [markdown]
-# In a prompt with several holes each is charged with what lies between it and the next: that
+# Four digits cost [448](#pages) tokens with pages of 16, more than agree again behind them: the page in which a
+# difference lies is lost as a whole. With pages of 256 they cost [512](#pages), and
+# there is nothing left to reuse.
+#
+# In a prompt with several holes each is charged with what lies between it and the next. That
 # is what repairing it would bring if all before it were repaired. So the costs of one request add up to
-# what it would have found without any difference, a sum that a test checks.
+# what it would have found without any difference, less what it did find, a sum that a test checks.
 #
 # `Linter` does this for a log, in one pass: it plays each prompt through the caches, compares it
 # with its nearest one, and adds the costs up by field and cause. For a cause that can be moved it
@@ -1172,18 +1179,24 @@ curves = [
 draw_curves(
     [str(size) for size in SIZES],
     [("tokens lost, against the page size", curves)],
-    "What each difference costs. The larger the page, the more costs a hole near the end of the prompt: with "
-    "256 tokens to a page the last hole takes the only whole page in its reach with it.",
+    "What each difference costs in the whole log. The clock costs twenty times as much as the others, under "
+    "every page size. What lies near the end costs nothing once a page is longer than the rest of the prompt.",
 )
 
 # %% [markdown]
-# The ranking names the clock first, with [45,168](#ranking) tokens at 16 to a page, and
-# its line in the program can be found: message 0, behind 59 characters. The rest are small beside it. That is
-# not because names and traces matter less; they stand *behind* the house rules, and have little
-# behind them. The same name in front of the rules would have topped the list.
+# The ranking has four lines for [119](#ranking) requests, and each is a line of somebody's program. The clock comes first,
+# with [52,896](#ranking) tokens at 16 to a page. The trace id changes in as many requests and costs [1,312](#ranking).
+# Not that ids matter less: this one stands *behind* the house rules, and has hardly anything behind it that
+# stays. Put it in front of them, and it tops the list. Frequency says how often a field changes, position says what that costs,
+# and a dashboard of misses shows neither.
 #
-# The page size shifts the ranking. With pages of 256 tokens, the name costs [23,552](#ranking): no longer
-# the few tokens behind it but the whole page that it stands in.
+# Tools that are sent in another order cost little here because they are seldom shuffled, in [32](#ranking) comparisons. But they
+# stand before everything else, so one shuffle costs the whole prompt, whatever else one repairs.
+#
+# The page size shifts the ranking. A prompt of 712 tokens has two whole pages of 256. The clock is in the first,
+# so both go, [60,928](#ranking) tokens in all; the name and the trace are in the part that fills no page, and cost
+# [0](#ranking). Who measures with one page size and serves with another may repair the wrong line. The index makes no difference: a
+# hash table and a tree find the same prefixes ([chapter 4](04_pages.md)), and the command plays both to show it.
 #
 # ## Moving the field
 #
@@ -1261,9 +1274,9 @@ moved = [encode(number, body) for number, body in enumerate(bodies, 1)]
 after = lint(moved)
 print(bodies[1]["messages"][0]["content"][:80], "…")
 print(bodies[1]["messages"][1]["content"])
-print(
-    f"moved in {findings[0].moved} requests; ranking now: {after.findings(('radix', PAGE))}"
-)
+print(f"(moved in {findings[0].moved} requests)")
+for each in after.findings(("radix", PAGE)):
+    print(f"now first: {each.path}, {each.cause}: {each.lost['radix', PAGE]:,} tokens")
 for size in SIZES:
     shares = (
         each.caches["radix", size].reused / each.tokens for each in (linter, after)
@@ -1278,12 +1291,18 @@ reused = [
 draw_curves(
     [str(size) for size in SIZES],
     [("reused, % of prompt tokens", reused)],
-    "The log and the rewritten log, each played through the engine's cache. Larger pages find less of either.",
+    "The log and the rewritten log, each played through the engine's cache. A page of 256 tokens holds the "
+    "clock and everything before it, so before the move it reused nothing.",
 )
 
 # %% [markdown]
-# From [30.7%](#moved) to [90.7%](#moved), by the same cache, with the same words in each request. It is
-# the estimate of the ranking put to the test: what was called lost came back.
+# From [24.5%](#moved) to [89.0%](#moved), by the same cache, with the same words in each request. The ranking
+# was an estimate, pair by pair. This is its test: what it called lost came back, all but a few tokens. With pages of 256
+# nothing at all was reused before, and [71.2%](#moved) are now.
+#
+# The ranking of the rewritten log is not empty. The number of the order now stands before the sentences
+# that were moved, and these begin alike, so [1,888](#moved) tokens are lost to the question itself. That
+# is where it should end: what changes stands last, and the first thing that changes is what the customer asked.
 #
 # What is not moved is as important. An assistant's answers stay what they were. A value inside JSON, a value that
 # shares its sentence with instructions, a text with too few words around the value to find it again: for these
@@ -1296,14 +1315,22 @@ draw_curves(
 
 
 # %% name="unknown"
-def share(prompts, capacity=2**20, routes=1, salts=lambda prompt: None):
-    """Reused tokens, with so many replicas in turn, each with a cache of its own."""
-    caches = [CacheOnly("radix", PAGE, capacity) for _ in range(routes)]
-    found = [
-        caches[i % routes].play(prompt.ids, salts(prompt))
-        for i, prompt in enumerate(prompts)
-    ]
-    return sum(found) / sum(len(prompt.ids) for prompt in prompts)
+def share(prompts, capacity=2**20, routes=1, salts=lambda prompt: None, strangers=0):
+    """Reused tokens of a log that is dealt out to caches, with strangers in between."""
+    caches, found = [CacheOnly("radix", PAGE, capacity) for _ in range(routes)], 0
+    for i, prompt in enumerate(prompts):
+        cache = caches[i % routes]
+        found += cache.play(prompt.ids, salts(prompt))
+        for j in range(strangers):  # 640 tokens that nobody has seen
+            cache.play(
+                array(
+                    "i",
+                    range(
+                        10**6 * (i * strangers + j), 10**6 * (i * strangers + j) + 640
+                    ),
+                )
+            )
+    return found / sum(len(prompt.ids) for prompt in prompts)
 
 
 def customer(prompt: Asked) -> str:
@@ -1313,16 +1340,22 @@ def customer(prompt: Asked) -> str:
 print(
     f"one cache                   {share(prompts):.1%} before, {share(moved):.1%} after"
 )
-print(f"room for one prompt only    {share(moved, capacity=900):.1%}")
-print(f"eight replicas in turn      {share(moved, routes=8):.1%}")
+print(
+    f"ten strangers in between    {share(moved, 4096, strangers=10):.1%} with room for 4,096 tokens"
+)
+print(f"twenty replicas in turn     {share(moved, routes=20):.1%}")
 print(f"a salt for each customer    {share(moved, salts=customer):.1%}")
 
 # %% [markdown]
-# *Capacity.* With other traffic between two requests, the rules may be gone; [chapter 16](16_traffic.md) draws
-# that curve. *Routing.* A balancer that deals requests out in turn makes each replica learn the
-# rules for itself. *Salts.* What keeps customers apart keeps their prefixes apart. And *time*: here a request ends
-# before the next begins. If all come at once, the first step finds nothing to reuse, and that is the puzzle with which
-# this book began. Replay it with [chapter 16's](16_traffic.md) simulator:
+# *Capacity.* If ten unrelated prompts come between two requests, and there is room for six, the
+# house rules are gone each time, and [0.0%](#unknown) of the repaired log are reused. [Chapter 16](16_traffic.md) draws
+# the curve that tells how much room is enough. *Routing.* A balancer that deals requests out in turn makes each
+# replica learn the rules for itself. With twenty of them [74.8%](#unknown) remain, and with short logs the loss is larger.
+# *Salts.* What keeps customers apart keeps their prefixes apart, on purpose: [86.0%](#unknown) with one for
+# each of five customers. (If the log has the salts, the linter uses them, and says what they cost.)
+#
+# And *time*. Here a request ends before the next one begins. What if all 120 come at once? The simulator of
+# [chapter 16](16_traffic.md) knows when a page becomes visible:
 
 # %% name="together"
 from minivllm.options import EngineOptions
@@ -1334,19 +1367,21 @@ at_once = [
     TraceRequest(str(prompt.number), 0.0, prompt.ids, len(prompt.ids), 1)
     for prompt in moved
 ]
-for single_flight in ("none", "prefill"):
-    options = EngineOptions(single_flight=single_flight)
-    replay = Replay(at_once, options, 2**20, read_cost("8b-h100"))
+LARGE_STEPS = {"max_running": 128, "max_batch_tokens": 2**17}
+for words, options in (
+    ("steps of 2,048 tokens", {}),
+    ("all in one step", LARGE_STEPS),
+    ("all in one step, wait_for_prefix=8", LARGE_STEPS | {"wait_for_prefix": 8}),
+):
+    replay = Replay(at_once, EngineOptions(**options), 2**20, read_cost("8b-h100"))
     cached = sum(one.cached_tokens for one in replay.run())
-    print(f"all at once, single_flight={single_flight}: {cached / after.tokens:.1%}")
-waits = EngineOptions(wait_for_prefix=8)
-replay = Replay(at_once, waits, 2**20, read_cost("8b-h100"))
-cached = sum(one.cached_tokens for one in replay.run())
-print(f"all at once, wait_for_prefix=8: {cached / after.tokens:.1%}")
+    print(f"{cached / after.tokens:5.1%} reused: {words}")
 
 # %% [markdown]
-# Single-flight waits for identical prompts, and these share only a prefix. The option that waits for pages
-# ([chapter 10](10_single_flight.md)) gives nearly all of it back.
+# If they fit into one step, [0.0%](#together) of the repaired log are reused. No field breaks anything there. It is the puzzle with which
+# this book began, and the linter cannot see it. Smaller steps hide it by accident, and waiting for
+# pages that are being computed ([chapter 10](10_single_flight.md)) gives the [89.0%](#together) back. So the
+# order of repairs is that of chapter 13's questions: first the ids, which a log can tell, then the machine.
 #
 # The other direction holds exactly. If the requests of a log are played one after the other through a live `LLM`
 # with the same options, each reuses as many tokens as the command says. A test does it with real, tiny
@@ -1771,8 +1806,8 @@ by_the_minute = with_clock(lambda clock: clock[:5])
 print(f"to the minute {by_the_minute:.1%}, to ten minutes {with_clock(at):.1%}")
 
 # %% [markdown]
-# To the minute brings next to nothing: each minute is new. A value that changes more slowly than requests
-# come is nearly as good as one that does not change.
+# To the minute brings [24.6%](#rounded): one request a minute, and each minute is new. To ten minutes it is [73.6%](#rounded). A value that
+# changes more slowly than requests come is nearly as good as one that does not change.
 #
 # ### Exercise 2
 #
@@ -1806,9 +1841,7 @@ orders = [
     dict(sorted(settings.items(), reverse=backward)) for backward in (False, True)
 ]
 raw = [encode(i, {"prompt": json.dumps(each)}) for i, each in enumerate(orders, 1)]
-assert (
-    next(each.cause for each in differences(raw[1], raw[0])) == "keys in another order"
-)
+assert next(differences(raw[1], raw[0])).cause == "keys in another order"
 fixed = [
     encode(i, {"prompt": canonical(json.dumps(each))})
     for i, each in enumerate(orders, 1)
