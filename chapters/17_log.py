@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 17. What breaks reuse in my log?
 #
-# A bicycle shop has an assistant. Every request brings the same house rules, the same four tools, and
-# a customer's question. The shop has written down two hours of requests, one JSON object on a line.
-# Here is what the prefix cache of our engine makes of them. (The log is made by a seed. What reads
-# it and plays it is borrowed from the package until it is built below.)
+# A bicycle shop has an assistant. Every request brings the same house rules, the same four tools,
+# and a customer's question. The shop has written down two hours of requests, one JSON object on a
+# line. Here is what the prefix cache of our engine makes of them. (The log is made by a seed.
+# What reads it and plays it is borrowed from the package until it is built below.)
 
 # %% tags=["hide-input"]
 import json
@@ -80,8 +80,8 @@ print(f"words that the request before had too: {sum(same) / words:.1%}")
 # %% [markdown]
 # Of all words [99.2%](#opening) stood in the request before. Of all tokens [24.5%](#opening) were
 # reused. The memory has room for everything, nothing was evicted, nobody waited, and each request
-# had ended before the next one came. Three quarters of the work was done before, word for word, and was done
-# again. Why?
+# had ended before the next one came. Three quarters of the work was done before, word for word,
+# and was done again. Why?
 #
 # ## The token tells nothing
 #
@@ -108,24 +108,26 @@ for (at, one, other), times in places.most_common(4):
 
 # %% [markdown]
 # A digit here, a digit there, in [27](#tokens) variants, of which the most frequent explains
-# [11](#tokens) requests of 119. A clock moves through its digits, and this tokenizer gives each digit a token
-# of its own, so one cause falls apart into many symptoms. A list of tokens has no first line that one could act on.
+# [11](#tokens) requests of 119. A clock moves through its digits, and this tokenizer gives each
+# digit a token of its own, so one cause falls apart into many symptoms. A list of tokens has no
+# first line that one could act on.
 #
-# Nor does it show what a digit *costs*. The misconception is that a small difference costs little. A
-# prefix cache gives back what stands before the first difference and nothing of what stands behind
-# it ([chapter 2](02_hashing.md) showed why: a name stands for a whole past). The cost of a difference is
-# not its size. It is the length of whatever follows it and would have been the same again.
+# Nor does it show what a digit *costs*. The misconception is that a small difference costs
+# little. A prefix cache gives back what stands before the first difference and nothing of what
+# stands behind it ([chapter 2](02_hashing.md) showed why: a name stands for a whole past). The
+# cost of a difference is not its size. It is the length of whatever follows it and would have
+# been the same again.
 #
-# Nobody repairs a token. People repair the line of a program that put the clock there. That line has
-# written a *field* of a request: the content of message 0, the third tool. So the question
-# is which field changes, in how many requests, and what follows it that does not change.
+# Nobody repairs a token. People repair the line of a program that put the clock there. That line
+# has written a *field* of a request: the content of message 0, the third tool. So the question is
+# which field changes, in how many requests, and what follows it that does not change.
 #
 # ## A request is a tree, a prompt is a string
 #
-# Logs come in the formats that people have. OpenAI's chat bodies, alone or wrapped by a batch file or
-# a proxy. ShareGPT's conversations, in which one record is a request for each question. Prompts as
-# text, or in JSON, or as token ids. All become bodies of one kind, and a line that cannot be read is told
-# with its number and does not end the reading.
+# Logs come in the formats that people have. OpenAI's chat bodies, alone or wrapped by a batch
+# file or a proxy. ShareGPT's conversations, in which one record is a request for each question.
+# Prompts as text, or in JSON, or as token ids. All become bodies of one kind, and a line that
+# cannot be read is told with its number and does not end the reading.
 
 # %% export="request_log.py" tags=["hide-input"]
 """Logs of requests, in the formats that people have, as bodies of OpenAI's API."""
@@ -136,11 +138,7 @@ from typing import Any
 from minivllm.workloads import LineReader
 
 Body = dict[str, Any]  # messages and perhaps tools, or a prompt, as text or token ids
-
-
 FORMATS = "messages, conversations, prompt, text, prompt_token_ids or hash_ids"
-
-
 SPEAKERS = {"human": "user", "user": "user", "system": "system", "tool": "tool"}
 
 
@@ -272,9 +270,9 @@ def _whole(path: Path, traces: LineReader) -> Iterator[Line]:
 
 
 # %% [markdown]
-# The body is a tree with named leaves. The prompt is one string, made by a template that may be any
-# program ([chapter 14](14_llm.md)). To get from a token back to a name we note, for each text that the
-# request brought, where it stands in the prompt.
+# The body is a tree with named leaves. The prompt is one string, made by a template that may be
+# any program ([chapter 14](14_llm.md)). To get from a token back to a name we note, for each text
+# that the request brought, where it stands in the prompt.
 
 # %% export="lint.py"
 """Which fields of a log's requests keep a prefix cache from finding more."""
@@ -322,9 +320,9 @@ def find_spans(body: Body, text: str) -> list[Span]:
 
 
 # %% [markdown]
-# What a template rewrites is not found, and then the place is called *template*: better no name than a
-# wrong one. A tokenizer says at which character each of its tokens begins. With that a token has a
-# field.
+# What a template rewrites is not found, and then the place is called *template*: better no name
+# than a wrong one. A tokenizer says at which character each of its tokens begins. With that a
+# token has a field.
 
 # %% export="lint.py"
 from array import array
@@ -334,6 +332,11 @@ from dataclasses import dataclass, field
 
 from minivllm.request import ExtraKey
 from minivllm.request_log import Body
+
+
+def key_of(body: Body) -> ExtraKey:
+    """What keeps a request apart from others, whatever their tokens."""
+    return body.get("cache_salt", body.get("extra_key"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,7 +353,7 @@ class Asked:
     @property
     def key(self) -> ExtraKey:
         """What keeps requests apart whatever their tokens."""
-        return self.body.get("cache_salt", self.body.get("extra_key"))
+        return key_of(self.body)
 
     def place(self, position: int) -> tuple[str, int]:
         """The field of a token, and how far in it that is, in characters."""
@@ -382,7 +385,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from minivllm.request import encode_ids
+from minivllm.request import check_extra_key, encode_ids
 from minivllm.request_log import Body
 
 
@@ -412,8 +415,12 @@ class Encoder:
 
     def __call__(self, number: int, body: Body) -> Asked:
         """One prompt. `ValueError` for what the engine would refuse."""
+        check_extra_key(key_of(body))
         if "prompt_token_ids" in body:
-            return Asked(number, encode_ids(body["prompt_token_ids"]), body)
+            ids = encode_ids(body["prompt_token_ids"])
+            if not ids or min(ids) < 0:
+                raise ValueError("token ids must be whole numbers from 0 on")
+            return Asked(number, ids, body)
         text, chat = self._text(body), "messages" in body
         encoded = self.parts[0].encode(text, add_special_tokens=not chat)
         starts = array("i", [start for start, _ in encoded.offsets])
@@ -429,10 +436,8 @@ class Encoder:
         if template is None:
             raise Missing("this model has no chat template: it cannot read messages")
         messages, tools = body["messages"], body.get("tools")
-        if (
-            isinstance(last := messages[-1], Mapping)
-            and last.get("role") == "assistant"
-        ):
+        last = messages[-1]
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
         if tools and "tools" in template.source:  # one more variable of the program
             template = replace(template, tokens={**template.tokens, "tools": tools})
@@ -448,16 +453,17 @@ for at in (60, parting(prompts[0], prompts[1]), 700):
     print(f"token {at}: {path}, character {offset}, after {before!r}")
 
 # %% [markdown]
-# The prompts of the first two requests part at token [199](#fields), and now that is a place: in the system
-# message, behind [62](#fields) characters, in a clock. (The template of this model has no variable for tools.
-# The `Encoder` then puts them in front, where most templates that have one put them.)
+# The prompts of the first two requests part at token [199](#fields), and now that is a place: in
+# the system message, behind [62](#fields) characters, in a clock. (The template of this model has
+# no variable for tools. The `Encoder` then puts them in front, where most templates that have one
+# put them.)
 #
 # ## Whom to compare with
 #
-# A request is explained by another one that should have helped it. [Chapter 13](13_explain.md) took the one
-# that it follows longest. With a clock near the front this is the wrong one: it is whoever was asked
-# in the same minute, by chance, and perhaps by another program. Two products use one server here,
-# and each begins with the time:
+# A request is explained by another one that should have helped it. [Chapter 13](13_explain.md)
+# took the one that it follows longest. With a clock near the front this is the wrong one: it is
+# whoever was asked in the same minute, by chance, and perhaps by another program. Two products
+# use one server here, and each begins with the time:
 
 # %% name="nearest"
 from minivllm.lint import Recent
@@ -481,10 +487,11 @@ print(
 print("resembles most: request", recent.nearest(asked).number)
 
 # %% [markdown]
-# Request [1](#nearest) has the same rules, and request [2](#nearest) the same minute. What we want is the one
-# that has most in common *wherever it stands*. `Recent` takes runs of eight tokens, keeps every
-# fourth of them by a checksum, and remembers who had each last. The runs of a new request vote. That is
-# linear in its length, and the memory is bounded: so many tokens of prompts, the oldest go.
+# Request [1](#nearest) has the same rules, and request [2](#nearest) the same minute. What we
+# want is the one that has most in common *wherever it stands*. `Recent` takes runs of eight
+# tokens, keeps every fourth of them by a checksum, and remembers who had each last. The runs of a
+# new request vote. That is linear in its length, and the memory is bounded: so many tokens of
+# prompts, the oldest go.
 
 # %% export="lint.py" tags=["hide-input"]
 from collections import Counter, OrderedDict
@@ -533,9 +540,9 @@ class Recent:
 # %% [markdown]
 # ## Where two prompts meet again
 #
-# Two prompts part; if they go on alike further on, the difference is a hole in something stable, and it
-# can be repaired. If they never meet again, it is a new question, and no fault. So after each
-# parting we look for the nearest pair of places from which eight tokens agree.
+# Two prompts part; if they go on alike further on, the difference is a hole in something stable,
+# and it can be repaired. If they never meet again, it is a new question, and no fault. So after
+# each parting we look for the nearest pair of places from which eight tokens agree.
 
 # %% export="lint.py"
 from array import array
@@ -636,29 +643,21 @@ draw_rows(
 #
 # ## A name for the cause
 #
-# The field says where to look. The text in the hole says what for. We widen it to whole words, so that
-# a digit becomes a time, and ask of each word what it looks like.
+# The field says where to look. The text in the hole says what for. We widen it to whole words, so
+# that a digit becomes a time, and ask of each word what it looks like.
 
 # %% export="lint.py"
 import re
 
 MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
-
-
 DATE = (
     r"\d{4}[-/.]\d\d?[-/.]\d\d?(?:T[\d:.,]+(?:Z|[+-]\d\d:?\d\d)?)?|"
     r"\d\d?[/.]\d\d?[/.]\d{2,4}|\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?|"
     rf"1\d{{9}}(?:\d{{3}})?(?:\.\d+)?|(?:{MONTHS})[a-z]{{0,6}}|"
     r"(?:mon|tues|wednes|thurs|fri|satur|sun)day|[ap]m"
 )
-
-
 HEX = r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|(?=\w*\d)[0-9a-f]{8,}"
-
-
 MIXED = r"(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{4,}"
-
-
 KINDS = {  # what a word is, the first that fits
     "a time or date": re.compile(DATE, re.IGNORECASE),
     "an id": re.compile(rf"{HEX}|{MIXED}", re.IGNORECASE),
@@ -667,11 +666,7 @@ KINDS = {  # what a word is, the first that fits
         r"[\w.+-]+@[\w-]+\.\w+|@\w+|[^\W\d_a-z][^\W\d_]*(?:['’-]\w+)*"
     ),
 }
-
-
 EDGES = ".,:;!?\"'()[]{}<>"
-
-
 BEFORE_ID = re.compile(
     r"(?:\bid|\bno|\bnr|#|request|session|ticket|order|trace|run|user)\W*$",
     re.IGNORECASE,
@@ -723,10 +718,10 @@ for pair in (
 print("after 'order':", cause_of("17", "18", before="order "))
 
 # %% [markdown]
-# These are guesses from looks, as in chapter 13, and they are said as such. Two of the causes need more
-# than the words. JSON that says the same in another order of its keys, and a list of tools that
-# says the same in another order of tools, differ in many places, each of which would have another
-# name. So we first ask whether both sides *mean* the same.
+# These are guesses from looks, as in chapter 13, and they are said as such. Two of the causes
+# need more than the words. JSON that says the same in another order of its keys, and a list of
+# tools that says the same in another order of tools, differ in many places, each of which would
+# have another name. So we first ask whether both sides *mean* the same.
 
 # %% export="lint.py" tags=["hide-input"]
 import json
@@ -758,8 +753,6 @@ def _json_around(text: str, at: int) -> Iterator[Any]:
 
 
 ORDER = "keys in another order"
-
-
 TOOL_ORDER = "tools in another order"
 
 
@@ -795,13 +788,13 @@ def describe(here: Asked, there: Asked, gap: Gap) -> Break:
     sizes = gap.here_end - gap.here, gap.there_end - gap.there
     one = _piece(here, gap.here, gap.here_end, gap.alike)
     other = _piece(there, gap.there, gap.there_end, gap.alike)
-    tools, shown = _tools_cause(here.body, there.body), (one.text, other.text)
-    pattern = ""
+    tools = path[:5] in ("tools", "templ") and _tools_cause(here.body, there.body)
+    shown, pattern = (one.text, other.text), ""
     if gap.here < 2 and sizes in AT_START:
         cause = AT_START[sizes]
     elif not here.text or not there.text:
         cause = "other tokens"
-    elif path[:5] in ("tools", "templ") and tools:
+    elif tools:
         path, offset, cause = "tools", 0, tools
     elif same_json(one.field, one.at, other.field, other.at):
         cause = ORDER
@@ -881,10 +874,11 @@ print(f"line {shuffled.number}: {each.path}: {each.cause}")
 # %% [markdown]
 # ## What a difference costs
 #
-# Two prompts agree for `reach` tokens, then comes a difference, then `alike` tokens agree again. Without the
-# difference the common prefix would be `reach + alike` tokens long. What it costs is the whole pages in
-# that, less those that are reused anyway: the tokens up to the difference, or more, if the cache
-# found a nearer prompt than the one that we compare with. What the cache found is no estimate. It is the engine's own.
+# Two prompts agree for `reach` tokens, then comes a difference, then `alike` tokens agree again.
+# Without the difference the common prefix would be `reach + alike` tokens long. What it costs is
+# the whole pages in that, less those that are reused anyway: the tokens up to the difference, or
+# more, if the cache found a nearer prompt than the one that we compare with. What the cache found
+# is no estimate. It is the engine's own.
 
 
 # %% export="lint.py"
@@ -898,9 +892,9 @@ def lost_tokens(reach: int, alike: int, cached: int, page: int, size: int) -> in
 
 
 # %% [markdown]
-# And the cache is not a model of one. It is the engine, assembled as [chapter 14](14_llm.md) does it, with a
-# runner that computes nothing. Each prompt is submitted, matched, admitted, published and released by the
-# code that serves live requests.
+# And the cache is not a model of one. It is the engine, assembled as [chapter 14](14_llm.md) does
+# it, with a runner that computes nothing. Each prompt is submitted, matched, admitted, published
+# and released by the code that serves live requests.
 
 # %% export="lint.py"
 from array import array
@@ -912,8 +906,6 @@ from minivllm.options import EngineOptions, assemble
 from minivllm.request import ExtraKey, SamplingParams
 
 LARGE = 2**31  # a vocabulary and a context without bounds
-
-
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 
 
@@ -974,13 +966,14 @@ for size in SIZES:
     print(f"pages of {size:3}: {cached:3} reused, {lost:3} lost to the clock")
 
 # %% [markdown]
-# Four digits cost [448](#pages) tokens with pages of 16, more than agree again behind them: the page in which a
-# difference lies is lost as a whole. With pages of 256 they cost [512](#pages), and
-# there is nothing left to reuse.
+# Four digits cost [448](#pages) tokens with pages of 16, more than agree again behind them: the
+# page in which a difference lies is lost as a whole. With pages of 256 they cost [512](#pages),
+# and there is nothing left to reuse.
 #
-# In a prompt with several holes each is charged with what lies between it and the next. That
-# is what repairing it would bring if all before it were repaired. So the costs of one request add up to
-# what it would have found without any difference, less what it did find, a sum that a test checks.
+# In a prompt with several holes each is charged with what lies between it and the next. That is
+# what repairing it would bring if all before it were repaired. So the costs of one request add up
+# to what it would have found without any difference, less what it did find, a sum that a test
+# checks.
 #
 # `Linter` does this for a log, in one pass: it plays each prompt through the caches, compares it
 # with its nearest one, and adds the costs up by field and cause. For a cause that can be moved it
@@ -1049,7 +1042,7 @@ class Finding:
     causes: Counter[str] = field(default_factory=Counter)
     requests: int = 0
     lost: Counter[CacheName] = field(default_factory=Counter)  # tokens
-    line: int = 0  # of the last example
+    line: int = 0  # of the first example
     example: Break | None = None
     moved: int = 0  # requests in which it was moved
 
@@ -1092,8 +1085,6 @@ ADVICE = {
     "another salt": "salts keep users apart",
     **dict.fromkeys(AT_START.values(), "let one program add the BOS"),
 }
-
-
 LEAST_SHARE = 0.01  # of the prompt tokens: what costs less is not listed
 
 
@@ -1116,7 +1107,8 @@ class Linter:
         self.tokens += len(asked.ids)
         near = self.recent.nearest(asked)
         breaks = list(differences(asked, near)) if near else []
-        reach, met = breaks[0].gap.here if breaks else 0, set()
+        reach = breaks[0].gap.here if breaks else 0
+        met: set[int] = set()
         for each in breaks:
             finding, alike = self._finding(each), each.gap.alike
             for name, tokens in cached.items():
@@ -1124,8 +1116,9 @@ class Linter:
                 finding.lost[name] += lost
             reach += alike
             finding.causes[each.cause] += 1
-            finding.requests += alike > 0 and each.pattern not in met
-            met.add(each.pattern)
+            if alike:
+                finding.requests += id(finding) not in met
+                met.add(id(finding))
             if finding.example is None and (alike or self.requests == 2):
                 finding.line, finding.example = asked.number, each
 
@@ -1184,26 +1177,29 @@ draw_curves(
 )
 
 # %% [markdown]
-# The ranking has four lines for [119](#ranking) requests, and each is a line of somebody's program. The clock comes first,
-# with [52,896](#ranking) tokens at 16 to a page. The trace id changes in as many requests and costs [1,312](#ranking).
-# Not that ids matter less: this one stands *behind* the house rules, and has hardly anything behind it that
-# stays. Put it in front of them, and it tops the list. Frequency says how often a field changes, position says what that costs,
-# and a dashboard of misses shows neither.
+# The ranking has four lines for [119](#ranking) requests, and each is a line of somebody's
+# program. The clock comes first, with [52,896](#ranking) tokens at 16 to a page. The trace id
+# changes in as many requests and costs [1,312](#ranking). Not that ids matter less: this one
+# stands *behind* the house rules, and has hardly anything behind it that stays. Put it in front
+# of them, and it tops the list. Frequency says how often a field changes, position says what that
+# costs, and a dashboard of misses shows neither.
 #
-# Tools that are sent in another order cost little here because they are seldom shuffled, in [32](#ranking) comparisons. But they
-# stand before everything else, so one shuffle costs the whole prompt, whatever else one repairs.
+# Tools that are sent in another order cost little here because they are seldom shuffled, in
+# [32](#ranking) comparisons. But they stand before everything else, so one shuffle costs the
+# whole prompt, whatever else one repairs.
 #
-# The page size shifts the ranking. A prompt of 712 tokens has two whole pages of 256. The clock is in the first,
-# so both go, [60,928](#ranking) tokens in all; the name and the trace are in the part that fills no page, and cost
-# [0](#ranking). Who measures with one page size and serves with another may repair the wrong line. The index makes no difference: a
-# hash table and a tree find the same prefixes ([chapter 4](04_pages.md)), and the command plays both to show it.
+# The page size shifts the ranking. A prompt of 712 tokens has two whole pages of 256. The clock
+# is in the first, so both go, [60,928](#ranking) tokens in all; the name and the trace are in the
+# part that fills no page, and cost [0](#ranking). Who measures with one page size and serves with
+# another may repair the wrong line. The index makes no difference: a hash table and a tree find
+# the same prefixes ([chapter 4](04_pages.md)), and the command plays both to show it.
 #
 # ## Moving the field
 #
-# The repair is known: put what changes behind what does not. For a clock in a sentence of its own a program
-# can do that. `rewrite` takes the sentence out of the system message and puts it at the end of the last user
-# message; a line of a user message goes to that message's end, and tools, and the keys in them, are sorted. Nothing is
-# dropped.
+# The repair is known: put what changes behind what does not. For a clock in a sentence of its own
+# a program can do that. `rewrite` takes the sentence out of the system message and puts it at the
+# end of the last user message; a line of a user message goes to that message's end, and tools,
+# and the keys in them, are sorted. Nothing is dropped.
 
 # %% export="lint.py"
 import json
@@ -1229,6 +1225,9 @@ def rewrite(body: Body, findings: Iterable[Finding]) -> None:
             finding.moved += 1
 
 
+MOVED_ROLES = ("system", "developer", "user")  # an answer stays as it was
+
+
 def _move(body: Body, path: str, pattern: str) -> bool:
     if path == "prompt":
         text, _, last = str(body.get("prompt", "")).rpartition("\n")
@@ -1236,17 +1235,14 @@ def _move(body: Body, path: str, pattern: str) -> bool:
         body |= {"prompt": f"{rest}\n{unit}\n{last}"} if unit else {}
         return bool(unit)
     messages, place = body.get("messages") or [], PLACE.fullmatch(path)
-    number = int(place[1]) if place else len(messages)
-    users = [
-        m for m in messages if m["role"] == "user" and isinstance(m["content"], str)
-    ]
-    if number >= len(messages) or not users:
+    texts = [isinstance(m.get("content"), str) and m.get("role") for m in messages]
+    number = int(place[1]) if place and place[1] else len(messages)
+    movable = number < len(messages) and texts[number] in MOVED_ROLES
+    if not movable or "user" not in texts:
         return False
-    source = messages[number]
-    target = source if source["role"] == "user" else users[-1]
-    if source["role"] not in ("system", "developer", "user"):
-        return False
-    rest, unit = _cut(str(source["content"]), pattern)
+    source, behind = messages[number], texts[::-1].index("user")
+    target = source if texts[number] == "user" else messages[-1 - behind]
+    rest, unit = _cut(source["content"], pattern)
     if unit:
         source["content"] = rest
         target["content"] += f"\n{unit}"
@@ -1296,18 +1292,21 @@ draw_curves(
 )
 
 # %% [markdown]
-# From [24.5%](#moved) to [89.0%](#moved), by the same cache, with the same words in each request. The ranking
-# was an estimate, pair by pair. This is its test: what it called lost came back, all but a few tokens. With pages of 256
-# nothing at all was reused before, and [71.2%](#moved) are now.
+# From [24.5%](#moved) to [89.0%](#moved), by the same cache, with the same words in each request.
+# The ranking was an estimate, pair by pair. This is its test: what it called lost came back, all
+# but a few tokens. With pages of 256 nothing at all was reused before, and [71.2%](#moved) are
+# now.
 #
-# The ranking of the rewritten log is not empty. The number of the order now stands before the sentences
-# that were moved, and these begin alike, so [1,888](#moved) tokens are lost to the question itself. That
-# is where it should end: what changes stands last, and the first thing that changes is what the customer asked.
+# The ranking of the rewritten log is not empty. The number of the order now stands before the
+# sentences that were moved, and these begin alike, so [1,888](#moved) tokens are lost to the
+# question itself. That is where it should end: what changes stands last, and the first thing that
+# changes is what the customer asked.
 #
-# What is not moved is as important. An assistant's answers stay what they were. A value inside JSON, a value that
-# shares its sentence with instructions, a text with too few words around the value to find it again: for these
-# the ranking says what to do and leaves it to you. Whether a model reads the time as well at the end of a
-# question as in the system message no cache can tell. Run your evaluation on the rewritten log.
+# What is not moved is as important. An assistant's answers stay what they were. A value inside
+# JSON, a value that shares its sentence with instructions, a text with too few words around the
+# value to find it again: for these the ranking says what to do and leaves it to you. Whether a
+# model reads the time as well at the end of a question as in the system message no cache can
+# tell. Run your evaluation on the rewritten log.
 #
 # ## What the log does not say
 #
@@ -1348,14 +1347,15 @@ print(f"a salt for each customer    {share(moved, salts=customer):.1%}")
 
 # %% [markdown]
 # *Capacity.* If ten unrelated prompts come between two requests, and there is room for six, the
-# house rules are gone each time, and [0.0%](#unknown) of the repaired log are reused. [Chapter 16](16_traffic.md) draws
-# the curve that tells how much room is enough. *Routing.* A balancer that deals requests out in turn makes each
-# replica learn the rules for itself. With twenty of them [74.8%](#unknown) remain, and with short logs the loss is larger.
-# *Salts.* What keeps customers apart keeps their prefixes apart, on purpose: [86.0%](#unknown) with one for
-# each of five customers. (If the log has the salts, the linter uses them, and says what they cost.)
+# house rules are gone each time, and [0.0%](#unknown) of the repaired log are reused. [Chapter
+# 16](16_traffic.md) draws the curve that tells how much room is enough. *Routing.* A balancer
+# that deals requests out in turn makes each replica learn the rules for itself. With twenty of
+# them [74.8%](#unknown) remain, and with short logs the loss is larger. *Salts.* What keeps
+# customers apart keeps their prefixes apart, on purpose: [86.0%](#unknown) with one for each of
+# five customers. (If the log has the salts, the linter uses them, and says what they cost.)
 #
-# And *time*. Here a request ends before the next one begins. What if all 120 come at once? The simulator of
-# [chapter 16](16_traffic.md) knows when a page becomes visible:
+# And *time*. Here a request ends before the next one begins. What if all 120 come at once? The
+# simulator of [chapter 16](16_traffic.md) knows when a page becomes visible:
 
 # %% name="together"
 from minivllm.options import EngineOptions
@@ -1378,21 +1378,23 @@ for words, options in (
     print(f"{cached / after.tokens:5.1%} reused: {words}")
 
 # %% [markdown]
-# If they fit into one step, [0.0%](#together) of the repaired log are reused. No field breaks anything there. It is the puzzle with which
-# this book began, and the linter cannot see it. Smaller steps hide it by accident, and waiting for
-# pages that are being computed ([chapter 10](10_single_flight.md)) gives the [89.0%](#together) back. So the
-# order of repairs is that of chapter 13's questions: first the ids, which a log can tell, then the machine.
+# If they fit into one step, [0.0%](#together) of the repaired log are reused. No field breaks
+# anything there. It is the puzzle with which this book began, and the linter cannot see it.
+# Smaller steps hide it by accident, and waiting for pages that are being computed ([chapter
+# 10](10_single_flight.md)) gives the [89.0%](#together) back. So the order of repairs is that of
+# chapter 13's questions: first the ids, which a log can tell, then the machine.
 #
-# The other direction holds exactly. If the requests of a log are played one after the other through a live `LLM`
-# with the same options, each reuses as many tokens as the command says. A test does it with real, tiny
-# weights. There is one more thing that it cannot know: what the answers were, unless the log's later turns
-# repeat them; and an answer that comes back as text may have other tokens than those that were generated.
+# The other direction holds exactly. If the requests of a log are played one after the other
+# through a live `LLM` with the same options, each reuses as many tokens as the command says. A
+# test does it with real, tiny weights. There is one more thing that it cannot know: what the
+# answers were, unless the log's later turns repeat them; and an answer that comes back as text
+# may have other tokens than those that were generated.
 #
 # ## The command
 #
-# The rest is for the terminal. `minivllm explain LOG.jsonl` reads the log twice, the second time with the fields moved.
-# It keeps no more than the caches and the last million tokens, so a log may be longer than memory.
-# `--rewrite OUT.jsonl` writes it; bad lines are copied as they were.
+# The rest is for the terminal. `minivllm explain LOG.jsonl` reads the log twice, the second time
+# with the fields moved. It keeps no more than the caches and the last million tokens, so a log
+# may be longer than memory. `--rewrite OUT.jsonl` writes it; bad lines are copied as they were.
 
 # %% export="command_explain.py" tags=["hide-input"]
 """`minivllm explain`: where two prompts part, and what breaks reuse in a log."""
@@ -1502,15 +1504,23 @@ def read_prompt(given: str, encoder: Encoder, number: int) -> Asked:
     text, path, bodies = given, Path(given), []
     with suppress(OSError):  # a text may be too long for a name
         if path.is_file():
-            text = path.read_bytes().decode("utf-8-sig", "replace")
+            text = read_text(path)
         elif path.is_dir() or (path.suffix in FILES and " " not in given):
             raise ValueError(f"{given} is not a file, and looks like one")
     if text.lstrip()[:1] in ("{", "["):
         with suppress(json.JSONDecodeError, RecursionError):
             bodies = bodies_of(json.loads(text), LineReader())
-    if "\0" in text or "\ufffd" in text or len(bodies) > 1:
-        raise ValueError(f"{given[:80]}: one prompt or request is wanted, in UTF-8")
+    if "\0" in text or len(bodies) > 1:
+        raise ValueError(f"{given[:80]}: one prompt or request is wanted, as text")
     return encoder(number, bodies[0] if bodies else {"prompt": text})
+
+
+def read_text(path: Path) -> str:
+    """A file's text; what is no UTF-8 reads as a zero byte."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return "\0"
 
 
 FILES = (".json", ".jsonl", ".txt", ".md")
@@ -1626,10 +1636,10 @@ def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None
         if to or any(each.movable for each in report.findings):
             change = partial(rewrite, findings=report.findings)
             lines = prompts_in(path, encoder, advance, change)
-            with to.open("w", encoding="utf-8") if to else nullcontext() as file:
-                for text in try_again(lines, report):
+            with to.open("wb") if to else nullcontext() as file:
+                for data in try_again(lines, report):
                     if file:
-                        file.write(f"{text}\n")
+                        file.write(data + b"\n")
 
 
 def keep(body: Body) -> None:
@@ -1651,7 +1661,7 @@ def prompts_in(
                 asked.append(encoder(line.number, body))
         except Missing:
             raise
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
             line.fault, asked = str(error), []
         yield line, asked
         advance(len(line.raw))
@@ -1659,7 +1669,7 @@ def prompts_in(
 
 def try_again(
     lines: Iterable[tuple[Line, list[Asked]]], report: Report
-) -> Iterator[str]:
+) -> Iterator[bytes]:
     """Play the changed log through new caches; its lines, bad ones as they were."""
     for line, asked in lines:
         report.tokens_after += sum(len(each.ids) for each in asked)
@@ -1667,9 +1677,10 @@ def try_again(
             with suppress(ValueError):  # it never fits
                 cache.play(each.ids, each.key)
         if line.fault:
-            yield line.raw.decode("utf-8", "surrogateescape").rstrip("\r\n")
-        else:
-            yield from line.written()
+            yield line.raw.rstrip(b"\r\n")
+        else:  # half a character stays an escape of JSON
+            for text in line.written():
+                yield text.encode("utf-8", "backslashreplace")
 
 
 # %% export="command_explain.py" tags=["hide-input"]
@@ -1771,14 +1782,15 @@ study(log, encode, report, to=None)
 show(report, Console(force_jupyter=False, width=79, color_system=None, highlight=False))
 
 # %% [markdown]
-# Two prompts instead of a log, as texts or files, are compared the same way: `minivllm explain A B` also shows the
-# two tokens where they part, and lists all differences, whatever they cost.
+# Two prompts instead of a log, as texts or files, are compared the same way: `minivllm explain A
+# B` also shows the two tokens where they part, and lists all differences, whatever they cost.
 #
 # ### Exercise 1
 #
-# The shop insists on the time in the system message, but nobody needs seconds. Write `at(clock)`, which rounds
-# `"09:41:07"` down so far that at least half of the prompt tokens are reused and the time is still right to within
-# ten minutes. Predict first: what does rounding to the minute bring, in a log with one request a minute?
+# The shop insists on the time in the system message, but nobody needs seconds. Write `at(clock)`,
+# which rounds `"09:41:07"` down so far that at least half of the prompt tokens are reused and the
+# time is still right to within ten minutes. Predict first: what does rounding to the minute
+# bring, in a log with one request a minute?
 
 
 # %% tags=["solution"]
@@ -1806,13 +1818,14 @@ by_the_minute = with_clock(lambda clock: clock[:5])
 print(f"to the minute {by_the_minute:.1%}, to ten minutes {with_clock(at):.1%}")
 
 # %% [markdown]
-# To the minute brings [24.6%](#rounded): one request a minute, and each minute is new. To ten minutes it is [73.6%](#rounded). A value that
-# changes more slowly than requests come is nearly as good as one that does not change.
+# To the minute brings [24.6%](#rounded): one request a minute, and each minute is new. To ten
+# minutes it is [73.6%](#rounded). A value that changes more slowly than requests come is nearly
+# as good as one that does not change.
 #
 # ### Exercise 2
 #
-# Two prompts of 400 tokens agree for 40, differ in 5, and agree for 300 more. How many tokens does the
-# difference cost with pages of 1, 16, 64 and 256 tokens? And with pages of 512?
+# Two prompts of 400 tokens agree for 40, differ in 5, and agree for 300 more. How many tokens
+# does the difference cost with pages of 1, 16, 64 and 256 tokens? And with pages of 512?
 
 # %% tags=["solution"]
 costs_of = {1: 300, 16: 304, 64: 320, 256: 256, 512: 0}
@@ -1822,12 +1835,13 @@ for size, expected in costs_of.items():
     assert lost_tokens(40, 300, 40 // size * size, size, 400) == expected, size
 
 # %% [markdown]
-# More than the 300 tokens may be lost, since the page in which the difference lies is lost as a whole.
+# More than the 300 tokens may be lost, since the page in which the difference lies is lost as a
+# whole.
 #
 # ### Exercise 3
 #
-# A program sorts the keys of its JSON, another does not, and both send the same settings to the same
-# server. Write `canonical(text)`, which makes their prompts equal and changes no value.
+# A program sorts the keys of its JSON, another does not, and both send the same settings to the
+# same server. Write `canonical(text)`, which makes their prompts equal and changes no value.
 
 
 # %% tags=["solution"]

@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (9392a2a3): edit the chapter.
+# Exported from chapters/17_log.py (6ecf2a7e): edit the chapter.
 """`minivllm explain`: where two prompts part, and what breaks reuse in a log."""
 
 import json
@@ -112,15 +112,23 @@ def read_prompt(given: str, encoder: Encoder, number: int) -> Asked:
     text, path, bodies = given, Path(given), []
     with suppress(OSError):  # a text may be too long for a name
         if path.is_file():
-            text = path.read_bytes().decode("utf-8-sig", "replace")
+            text = read_text(path)
         elif path.is_dir() or (path.suffix in FILES and " " not in given):
             raise ValueError(f"{given} is not a file, and looks like one")
     if text.lstrip()[:1] in ("{", "["):
         with suppress(json.JSONDecodeError, RecursionError):
             bodies = bodies_of(json.loads(text), LineReader())
-    if "\0" in text or "\ufffd" in text or len(bodies) > 1:
-        raise ValueError(f"{given[:80]}: one prompt or request is wanted, in UTF-8")
+    if "\0" in text or len(bodies) > 1:
+        raise ValueError(f"{given[:80]}: one prompt or request is wanted, as text")
     return encoder(number, bodies[0] if bodies else {"prompt": text})
+
+
+def read_text(path: Path) -> str:
+    """A file's text; what is no UTF-8 reads as a zero byte."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return "\0"
 
 
 FILES = (".json", ".jsonl", ".txt", ".md")
@@ -212,10 +220,10 @@ def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None
         if to or any(each.movable for each in report.findings):
             change = partial(rewrite, findings=report.findings)
             lines = prompts_in(path, encoder, advance, change)
-            with to.open("w", encoding="utf-8") if to else nullcontext() as file:
-                for text in try_again(lines, report):
+            with to.open("wb") if to else nullcontext() as file:
+                for data in try_again(lines, report):
                     if file:
-                        file.write(f"{text}\n")
+                        file.write(data + b"\n")
 
 
 def keep(body: Body) -> None:
@@ -237,7 +245,7 @@ def prompts_in(
                 asked.append(encoder(line.number, body))
         except Missing:
             raise
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
             line.fault, asked = str(error), []
         yield line, asked
         advance(len(line.raw))
@@ -245,7 +253,7 @@ def prompts_in(
 
 def try_again(
     lines: Iterable[tuple[Line, list[Asked]]], report: Report
-) -> Iterator[str]:
+) -> Iterator[bytes]:
     """Play the changed log through new caches; its lines, bad ones as they were."""
     for line, asked in lines:
         report.tokens_after += sum(len(each.ids) for each in asked)
@@ -253,9 +261,10 @@ def try_again(
             with suppress(ValueError):  # it never fits
                 cache.play(each.ids, each.key)
         if line.fault:
-            yield line.raw.decode("utf-8", "surrogateescape").rstrip("\r\n")
-        else:
-            yield from line.written()
+            yield line.raw.rstrip(b"\r\n")
+        else:  # half a character stays an escape of JSON
+            for text in line.written():
+                yield text.encode("utf-8", "backslashreplace")
 
 
 SHOWN = 48  # characters of a value, or bad lines

@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (86ce8282): edit the chapter.
+# Exported from chapters/17_log.py (6e48db3d): edit the chapter.
 """Which fields of a log's requests keep a prefix cache from finding more."""
 
 import json
@@ -17,7 +17,7 @@ from minivllm.engine import Limits
 from minivllm.explain import AT_START
 from minivllm.options import EngineOptions, assemble
 from minivllm.radix import shared_pages
-from minivllm.request import ExtraKey, SamplingParams, encode_ids
+from minivllm.request import ExtraKey, SamplingParams, check_extra_key, encode_ids
 from minivllm.request_log import Body
 
 
@@ -56,6 +56,11 @@ def find_spans(body: Body, text: str) -> list[Span]:
     return sorted(spans)
 
 
+def key_of(body: Body) -> ExtraKey:
+    """What keeps a request apart from others, whatever their tokens."""
+    return body.get("cache_salt", body.get("extra_key"))
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
     """A request as the engine gets it, and where each token comes from."""
@@ -70,7 +75,7 @@ class Asked:
     @property
     def key(self) -> ExtraKey:
         """What keeps requests apart whatever their tokens."""
-        return self.body.get("cache_salt", self.body.get("extra_key"))
+        return key_of(self.body)
 
     def place(self, position: int) -> tuple[str, int]:
         """The field of a token, and how far in it that is, in characters."""
@@ -120,8 +125,12 @@ class Encoder:
 
     def __call__(self, number: int, body: Body) -> Asked:
         """One prompt. `ValueError` for what the engine would refuse."""
+        check_extra_key(key_of(body))
         if "prompt_token_ids" in body:
-            return Asked(number, encode_ids(body["prompt_token_ids"]), body)
+            ids = encode_ids(body["prompt_token_ids"])
+            if not ids or min(ids) < 0:
+                raise ValueError("token ids must be whole numbers from 0 on")
+            return Asked(number, ids, body)
         text, chat = self._text(body), "messages" in body
         encoded = self.parts[0].encode(text, add_special_tokens=not chat)
         starts = array("i", [start for start, _ in encoded.offsets])
@@ -137,10 +146,8 @@ class Encoder:
         if template is None:
             raise Missing("this model has no chat template: it cannot read messages")
         messages, tools = body["messages"], body.get("tools")
-        if (
-            isinstance(last := messages[-1], Mapping)
-            and last.get("role") == "assistant"
-        ):
+        last = messages[-1]
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
         if tools and "tools" in template.source:  # one more variable of the program
             template = replace(template, tokens={**template.tokens, "tools": tools})
@@ -243,22 +250,14 @@ def _meet(
 
 
 MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
-
-
 DATE = (
     r"\d{4}[-/.]\d\d?[-/.]\d\d?(?:T[\d:.,]+(?:Z|[+-]\d\d:?\d\d)?)?|"
     r"\d\d?[/.]\d\d?[/.]\d{2,4}|\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?|"
     rf"1\d{{9}}(?:\d{{3}})?(?:\.\d+)?|(?:{MONTHS})[a-z]{{0,6}}|"
     r"(?:mon|tues|wednes|thurs|fri|satur|sun)day|[ap]m"
 )
-
-
 HEX = r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|(?=\w*\d)[0-9a-f]{8,}"
-
-
 MIXED = r"(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{4,}"
-
-
 KINDS = {  # what a word is, the first that fits
     "a time or date": re.compile(DATE, re.IGNORECASE),
     "an id": re.compile(rf"{HEX}|{MIXED}", re.IGNORECASE),
@@ -267,11 +266,7 @@ KINDS = {  # what a word is, the first that fits
         r"[\w.+-]+@[\w-]+\.\w+|@\w+|[^\W\d_a-z][^\W\d_]*(?:['’-]\w+)*"
     ),
 }
-
-
 EDGES = ".,:;!?\"'()[]{}<>"
-
-
 BEFORE_ID = re.compile(
     r"(?:\bid|\bno|\bnr|#|request|session|ticket|order|trace|run|user)\W*$",
     re.IGNORECASE,
@@ -324,8 +319,6 @@ def _json_around(text: str, at: int) -> Iterator[Any]:
 
 
 ORDER = "keys in another order"
-
-
 TOOL_ORDER = "tools in another order"
 
 
@@ -361,13 +354,13 @@ def describe(here: Asked, there: Asked, gap: Gap) -> Break:
     sizes = gap.here_end - gap.here, gap.there_end - gap.there
     one = _piece(here, gap.here, gap.here_end, gap.alike)
     other = _piece(there, gap.there, gap.there_end, gap.alike)
-    tools, shown = _tools_cause(here.body, there.body), (one.text, other.text)
-    pattern = ""
+    tools = path[:5] in ("tools", "templ") and _tools_cause(here.body, there.body)
+    shown, pattern = (one.text, other.text), ""
     if gap.here < 2 and sizes in AT_START:
         cause = AT_START[sizes]
     elif not here.text or not there.text:
         cause = "other tokens"
-    elif path[:5] in ("tools", "templ") and tools:
+    elif tools:
         path, offset, cause = "tools", 0, tools
     elif same_json(one.field, one.at, other.field, other.at):
         cause = ORDER
@@ -439,8 +432,6 @@ def lost_tokens(reach: int, alike: int, cached: int, page: int, size: int) -> in
 
 
 LARGE = 2**31  # a vocabulary and a context without bounds
-
-
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 
 
@@ -540,7 +531,7 @@ class Finding:
     causes: Counter[str] = field(default_factory=Counter)
     requests: int = 0
     lost: Counter[CacheName] = field(default_factory=Counter)  # tokens
-    line: int = 0  # of the last example
+    line: int = 0  # of the first example
     example: Break | None = None
     moved: int = 0  # requests in which it was moved
 
@@ -583,8 +574,6 @@ ADVICE = {
     "another salt": "salts keep users apart",
     **dict.fromkeys(AT_START.values(), "let one program add the BOS"),
 }
-
-
 LEAST_SHARE = 0.01  # of the prompt tokens: what costs less is not listed
 
 
@@ -607,7 +596,8 @@ class Linter:
         self.tokens += len(asked.ids)
         near = self.recent.nearest(asked)
         breaks = list(differences(asked, near)) if near else []
-        reach, met = breaks[0].gap.here if breaks else 0, set()
+        reach = breaks[0].gap.here if breaks else 0
+        met: set[int] = set()
         for each in breaks:
             finding, alike = self._finding(each), each.gap.alike
             for name, tokens in cached.items():
@@ -615,8 +605,9 @@ class Linter:
                 finding.lost[name] += lost
             reach += alike
             finding.causes[each.cause] += 1
-            finding.requests += alike > 0 and each.pattern not in met
-            met.add(each.pattern)
+            if alike:
+                finding.requests += id(finding) not in met
+                met.add(id(finding))
             if finding.example is None and (alike or self.requests == 2):
                 finding.line, finding.example = asked.number, each
 
@@ -656,6 +647,9 @@ def rewrite(body: Body, findings: Iterable[Finding]) -> None:
             finding.moved += 1
 
 
+MOVED_ROLES = ("system", "developer", "user")  # an answer stays as it was
+
+
 def _move(body: Body, path: str, pattern: str) -> bool:
     if path == "prompt":
         text, _, last = str(body.get("prompt", "")).rpartition("\n")
@@ -663,17 +657,14 @@ def _move(body: Body, path: str, pattern: str) -> bool:
         body |= {"prompt": f"{rest}\n{unit}\n{last}"} if unit else {}
         return bool(unit)
     messages, place = body.get("messages") or [], PLACE.fullmatch(path)
-    number = int(place[1]) if place else len(messages)
-    users = [
-        m for m in messages if m["role"] == "user" and isinstance(m["content"], str)
-    ]
-    if number >= len(messages) or not users:
+    texts = [isinstance(m.get("content"), str) and m.get("role") for m in messages]
+    number = int(place[1]) if place and place[1] else len(messages)
+    movable = number < len(messages) and texts[number] in MOVED_ROLES
+    if not movable or "user" not in texts:
         return False
-    source = messages[number]
-    target = source if source["role"] == "user" else users[-1]
-    if source["role"] not in ("system", "developer", "user"):
-        return False
-    rest, unit = _cut(str(source["content"]), pattern)
+    source, behind = messages[number], texts[::-1].index("user")
+    target = source if texts[number] == "user" else messages[-1 - behind]
+    rest, unit = _cut(source["content"], pattern)
     if unit:
         source["content"] = rest
         target["content"] += f"\n{unit}"

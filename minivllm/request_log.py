@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (90c26af0): edit the chapter.
+# Exported from chapters/17_log.py (859e84e5): edit the chapter.
 """Logs of requests, in the formats that people have, as bodies of OpenAI's API."""
 
 import json
@@ -10,11 +10,7 @@ from typing import Any
 from minivllm.workloads import LineReader
 
 Body = dict[str, Any]  # messages and perhaps tools, or a prompt, as text or token ids
-
-
 FORMATS = "messages, conversations, prompt, text, prompt_token_ids or hash_ids"
-
-
 SPEAKERS = {"human": "user", "user": "user", "system": "system", "tool": "tool"}
 
 

@@ -342,6 +342,17 @@ def letters(body):
     return Counter(letter for letter in text if letter.isalnum())
 
 
+def test_each_finding_counts_a_request_once():
+    """Also those whose value cannot be moved."""
+    bodies = []
+    for i in range(8):
+        gaps = " ".join(["a", *[f"{' ' * i}b"] * 2])
+        bodies.append(chat(f"{gaps} {RULES} Please {'note ' * i}: {RULES}"))
+    findings = lint(bodies, page_size=1)[1]
+    counts = {finding.cause: finding.requests for finding in findings}
+    assert counts == {"white space": 7, "text put in or left out": 7}
+
+
 @pytest.mark.parametrize(
     "name", ["time", "date", "uuid", "hex", "counter", "number", "tools"]
 )
@@ -557,6 +568,34 @@ def test_bad_lines_are_told_and_kept(explain, tmp_path):
     assert "ghost" in told["bad_lines"][1]["fault"]
     code, out, _ = explain("\n".join(lines))
     assert "line 4: this is not JSON" in out and "could not be read: 4" in out
+
+
+def test_odd_lines_do_not_end_it(explain, tmp_path):
+    """Content in parts, none at all, other types, bytes, salts and ids out of range."""
+    parts = [{"type": "text", "text": f"It is 09:41 now. {RULES}"}]
+    odd = [
+        {"messages": [{"role": "system", "content": parts}, *chat("")["messages"][1:]]},
+        {"messages": [{"role": "assistant", "tool_calls": [1]}, {"role": "user"}]},
+        {"messages": ["Hi"]},
+        {"messages": [{"role": "user", "content": 7}], "tools": 3},
+        {"prompt": "x", "cache_salt": {"a": []}},
+        {"prompt_token_ids": [-1, 2]},
+        {"prompt_token_ids": [2**70]},
+        {"prompt": ""},
+        {"prompt": "\ud800"},
+    ]
+    lines = [json.dumps(each).encode() for each in [*PLANTED["time"][0], *odd]]
+    lines.insert(3, b"\xff\xfe not text")
+    options = ("--json", "--rewrite", tmp_path / "out")
+    code, out, err = explain(b"\n".join(lines), *options)
+    assert code == 0 and err == "", err
+    told = json.loads(out)
+    assert {row["line"] for row in told["bad_lines"]} >= {4, 9, 10, 12, 13, 14, 15}
+    written = (tmp_path / "out").read_bytes().splitlines()
+    assert len(written) == len(lines) and written[3] == lines[3]
+    assert json.loads(written[7]) == odd[0] and json.loads(written[-1]) == odd[-1]
+    assert told["findings"][0]["moved"] == 6
+    assert told["caches"][0]["refused"] == 0
 
 
 def test_the_rewritten_log_is_what_was_promised(explain, tmp_path):
