@@ -64,11 +64,8 @@ prompts = [encode(line.number, line.bodies[0]) for line in read_log(log)]
 cache = CacheOnly("radix", PAGE, capacity=2**20)
 found = [cache.play(prompt.ids) for prompt in prompts]
 total = sum(len(prompt.ids) for prompt in prompts)
-print(
-    f"{len(prompts)} requests, {total:,} prompt tokens, {cache.reused:,} reused: ",
-    end="",
-)
-print(f"{cache.reused / total:.1%}")
+print(f"{len(prompts)} requests, {total:,} prompt tokens")
+print(f"reused: {cache.reused / total:.1%}")
 
 same = [
     sum((Counter(one.text.split()) & Counter(other.text.split())).values())
@@ -278,7 +275,6 @@ def _whole(path: Path, traces: LineReader) -> Iterator[Line]:
 """Which fields of a log's requests keep a prefix cache from finding more."""
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from typing import NamedTuple
 
 from minivllm.request_log import Body
@@ -481,10 +477,9 @@ for number, (clock, rules) in enumerate(
     recent.nearest(past[-1])
 asked = of_product(3, "09:52:31", HOUSE_RULES)
 longest = max(past, key=lambda old: parting(old, asked))
-print(
-    "follows longest: request", longest.number, "for", parting(longest, asked), "tokens"
-)
-print("resembles most: request", recent.nearest(asked).number)
+nearest = recent.nearest(asked)
+print(f"follows longest: {longest.number}, for {parting(longest, asked)} tokens")
+print(f"resembles most:  {nearest.number}, though only for {parting(nearest, asked)}")
 
 # %% [markdown]
 # Request [1](#nearest) has the same rules, and request [2](#nearest) the same minute. What we
@@ -612,9 +607,8 @@ one, other = prompts[1], prompts[0]
 gaps = find_gaps(one.said(), other.said())
 for gap in gaps:
     text = one.text[one.char(gap.here) : one.char(gap.here_end)].strip()
-    print(
-        f"token {gap.here:3}: {gap.here_end - gap.here:2} differ, then {gap.alike:3} alike: {text!r}"
-    )
+    size = gap.here_end - gap.here
+    print(f"token {gap.here}: {size:2} differ, {gap.alike:3} alike behind: {text!r}")
 
 # %% tags=["hide-input"]
 from minivllm.drawing import draw_rows
@@ -1166,14 +1160,14 @@ for finding in findings:
 from minivllm.replay import draw_curves
 
 curves = [
-    (f"{f.cause} ({f.path})", [f.lost["radix", size] for size in SIZES])
+    (f"{f.cause} ({f.path})", [f.lost["radix", size] / 1000 for size in SIZES])
     for f in findings
 ]
 draw_curves(
     [str(size) for size in SIZES],
-    [("tokens lost, against the page size", curves)],
-    "What each difference costs in the whole log. The clock costs twenty times as much as the others, under "
-    "every page size. What lies near the end costs nothing once a page is longer than the rest of the prompt.",
+    [("thousands of tokens lost, against the page size", curves)],
+    "What each difference costs in the whole log. The clock costs more than ten times as much as any other, "
+    "under every page size. What lies near the end costs nothing once a page is longer than the rest of the prompt.",
 )
 
 # %% [markdown]
@@ -1185,8 +1179,8 @@ draw_curves(
 # costs, and a dashboard of misses shows neither.
 #
 # Tools that are sent in another order cost little here because they are seldom shuffled, in
-# [32](#ranking) comparisons. But they stand before everything else, so one shuffle costs the
-# whole prompt, whatever else one repairs.
+# [32](#ranking) comparisons. But they stand before everything else: once the clock is moved, a
+# shuffle costs the whole prompt.
 #
 # The page size shifts the ranking. A prompt of 712 tokens has two whole pages of 256. The clock
 # is in the first, so both go, [60,928](#ranking) tokens in all; the name and the trace are in the
@@ -1408,7 +1402,7 @@ from rich.console import Console
 from minivllm.cli import SCHEMA_VERSION, AsJson
 from minivllm.command_bench import check_place
 from minivllm.command_simulate import sizes_of
-from minivllm.lint import Encoder, rewrite
+from minivllm.lint import Encoder
 
 
 def add_to(root: typer.Typer) -> None:
@@ -1685,7 +1679,6 @@ def try_again(
 
 # %% export="command_explain.py" tags=["hide-input"]
 from collections.abc import Iterator
-from dataclasses import field
 
 from rich.console import Console
 from rich.table import Table

@@ -315,6 +315,31 @@ def test_the_cost_is_what_the_cache_finds_without_the_fault():
         assert lost > 0.8 * (found[1] - found[0])
 
 
+def test_nobody_is_charged_for_what_was_reused_anyway():
+    """Two clocks in turn: the nearest has the other one, and yet all is found."""
+    bodies = [chat(f"It is 09:4{i % 2}:00 now. {RULES}") for i in range(6)]
+    linter, findings = lint(bodies)
+    size = len(encoder()(1, bodies[0]).ids)
+    found = linter.caches["radix", 16].reused
+    assert found == 16 + 4 * (size // 16 * 16)
+    assert findings[0].lost["radix", 16] < size
+
+
+def test_several_differences_of_one_request_add_up_to_whole_pages():
+    texts = [
+        f"At 09:4{i}. {RULES[:70]} For {n}. {RULES[:41]} End {n}."
+        for i, n in enumerate(("Anna", "Emil"))
+    ]
+    bodies = [{"prompt": f"{text} {RULES}"} for text in texts]
+    linter, findings = lint(bodies)
+    asked = [encoder()(0, body) for body in bodies]
+    gaps = find_gaps(asked[1].ids, asked[0].ids)
+    assert len(gaps) == 3
+    alike = gaps[0].here + sum(gap.alike for gap in gaps)
+    lost = sum(finding.lost["radix", 16] for finding in findings)
+    assert linter.caches["radix", 16].reused + lost == alike // 16 * 16
+
+
 def test_memory_is_bounded():
     recent = Recent(num_tokens=500)
     rng = random.Random(3)
