@@ -2,11 +2,13 @@
 
 import json
 import random
+import re
 from array import array
 from collections import Counter
 from itertools import pairwise, permutations
 from types import SimpleNamespace
 from uuid import UUID
+from zlib import crc32
 
 import pytest
 from hypothesis import given
@@ -24,6 +26,7 @@ from minivllm.lint import (
     Missing,
     Recent,
     cause_of,
+    differences,
     find_gaps,
     kind_of,
     lost_tokens,
@@ -229,6 +232,21 @@ def test_kinds_of_words():
         )
     assert kind_of("17", "order ") == "an id"
     assert cause_of("Anna 09:41", "Bert 09:52") == "a name and a time or date"
+    assert cause_of("17", "Anna") == cause_of("Anna", "17") == "other text"
+
+
+def test_a_token_that_begins_with_a_space_is_not_the_word_before():
+    class Words:
+        def encode(self, text, add_special_tokens=True):
+            found = list(re.finditer(r"\s*\S+", text))
+            ids = [crc32(each[0].encode()) // 2 for each in found]
+            return SimpleNamespace(ids=ids, offsets=[each.span() for each in found])
+
+    texts = (f"The guest is called {n}, and is kind. {RULES}" for n in ("Anna", "Emil"))
+    read = Encoder(lambda: (Words(), None))
+    one, other = (read(i, {"prompt": text}) for i, text in enumerate(texts))
+    found = [(each.here, each.there, each.cause) for each in differences(other, one)]
+    assert found == [("Emil,", "Anna,", "a name")]
 
 
 # ---- Costs: the engine's cache, and a naive twin of all the counts -------------------
@@ -556,6 +574,28 @@ def test_more_formats(explain):
         assert told["bad_lines"] == [] and abs(told["prompt_tokens"] - tokens_) < 30
 
 
+def test_a_rewritten_conversation_moves_in_each_of_its_requests(explain, tmp_path):
+    """And leaves what was said before as it was."""
+    log = []
+    for i in range(3):
+        texts = [f"It is 09:4{i} now. {RULES}", f"Who {i}?", "I.", "When?"]
+        who = ("system", "human", "gpt", "human")
+        turns = [{"from": w, "value": t} for w, t in zip(who, texts, strict=True)]
+        log.append({"conversations": turns})
+    told = json.loads(explain(log, "--json", "--rewrite", tmp_path / "out")[1])
+    lines = map(json.loads, (tmp_path / "out").read_text("utf-8").splitlines())
+    first, second = [[m["content"] for m in line["messages"]] for line in lines][:2]
+    assert told["findings"][0]["moved"] == told["requests"] == 6
+    assert first == [RULES, "Who 0?\nIt is 09:40 now."]
+    assert second == [RULES, "Who 0?", "I.", "When?\nIt is 09:40 now."]
+
+
+def test_a_mark_of_byte_order_is_no_text(explain):
+    text = "\ufeff" + FORMS["openai"] + "\n"
+    told = json.loads(explain(text, "--json")[1])
+    assert told["requests"] == 1 and told["bad_lines"] == []
+
+
 def test_a_conversation_is_a_request_for_each_question(explain):
     turns = [{"from": who, "value": who * 20} for who in ("human", "gpt") * 3]
     told = json.loads(explain([{"conversations": turns}], "--json")[1])
@@ -679,6 +719,7 @@ def test_without_a_tokenizer_only_ids_can_be_read(explain, monkeypatch):
     code, _, err = explain([chat(RULES)])
     assert code == 2 and "no tokenizer" in err and err.count("\n") == 1
     assert explain([{"prompt_token_ids": [1, 2]}])[0] == 0
+    assert explain([{"prompt_token_ids": [1, 2]}, chat(RULES)])[0] == 2
     monkeypatch.setattr(command_explain, "load_parts", lambda model: (Letters(), None))
     code, _, err = explain([chat(RULES)])
     assert code == 2 and "no chat template" in err
