@@ -19,6 +19,7 @@ CONTROL_PLANE = [
     *("scheduler", "engine", "events", "simulation", "publication", "single_flight"),
     *("grouping", "explain", "timeline", "bench", "bench_cache", "bench_reuse"),
     *("peers", "bench_serve", "progress", "workloads", "replay", "roofline"),
+    *("request_log", "lint"),
 ]
 NOT_CORE = ("server", "metrics", "cluster", "kernels/")  # of the 3,500 lines
 
