@@ -1232,8 +1232,8 @@ class Decoder(nn.Module):
 
 
 # %% [markdown]
-# Packing is asked for by whoever is going to run the model. A head that is tied to the embedding
-# costs a copy, for the embedding must stay readable: 113 of SmolLM2's 538 MB in float32.
+# Packing is asked for by whoever is going to run the model. A head that is tied to the embedding, once
+# packed, costs a copy, for the embedding must stay readable: 113 of SmolLM2's 538 MB in float32.
 
 
 # %% export="model.py"

@@ -1005,8 +1005,8 @@ print(template.render([{"role": "user", "content": "Who are you?"}]))
 # grew with the load would fail in the middle of somebody's answer; one that is taken at the
 # start fails there, with a line that names `num_pages`.
 #
-# And where the device is a CPU, [kernels](19_kernels.md) that know it do what lies between
-# the large products, if Numba is installed.
+# And where the device is a CPU, [kernels](19_kernels.md) that know it compute the decode steps,
+# if Numba is installed.
 #
 # Each has a name to be said instead, and what cannot be done is refused: a device that is not
 # there must not become a CPU in silence. An engine that is thirty times slower than yesterday

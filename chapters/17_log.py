@@ -164,7 +164,7 @@ def _requests_in(value: Body, traces: LineReader) -> list[Body]:
     if isinstance(value.get("messages"), list) and value["messages"]:
         return [value]
     if "hash_ids" in value:
-        request = traces.read(json.dumps(value), "")
+        request = traces.read(value, "")
         return [{"prompt_token_ids": request.token_ids().tolist()}]
     prompt = value.get("prompt", value.get("prompt_token_ids", value.get("text")))
     if isinstance(prompt, str):
@@ -451,8 +451,7 @@ for at in (60, parting(prompts[0], prompts[1]), 700):
 # %% [markdown]
 # The prompts of the first two requests part at token [199](#fields), and now that is a place: in
 # the system message, behind [62](#fields) characters, in a clock. (The template of this model has
-# no variable for tools. The `Encoder` then puts them in front, where most templates that have one
-# put them.)
+# no variable for tools. The `Encoder` then puts them in front.)
 #
 # ## Whom to compare with
 #
@@ -483,9 +482,10 @@ print(f"resembles most:  {nearest.number}, though only for {parting(nearest, ask
 
 # %% [markdown]
 # Request [1](#nearest) has the same rules, and request [2](#nearest) the same minute. What we
-# want is the one that has most in common *wherever it stands*. `Recent` takes runs of eight
-# tokens, keeps every fourth of them by a checksum, and remembers who had each last. The runs of a
-# new request vote. That is linear in its length, and the memory is bounded: so many tokens of
+# want is one that has much in common *wherever it stands*. `Recent` takes runs of eight
+# tokens, keeps about a fourth of them, chosen by a checksum, and remembers who had each last. The
+# runs of a new request vote, each for its last holder: of requests with the same text the latest
+# tends to win, and if nobody shares a run, it is the request before. That is linear in its length, and the memory is bounded: so many tokens of
 # prompts, the oldest go.
 
 # %% export="lint.py" tags=["hide-input"]
@@ -508,7 +508,7 @@ class Recent:
         self._count = 0
 
     def nearest(self, asked: Asked) -> Asked | None:
-        """The request that shares most with this one; it is remembered as well."""
+        """A request that shares much with this one, or the last; `asked` is kept."""
         data = asked.ids.tobytes()
         every = (data[i : i + 4 * GRAM] for i in range(0, len(data) - 4 * GRAM + 1, 4))
         grams = [gram for gram in every if crc32(gram) % 4 == 0]
@@ -561,9 +561,9 @@ class Gap(NamedTuple):
 
 
 def find_gaps(here: "array[int]", there: "array[int]") -> list[Gap]:
-    """All differences, the first one first; the last may have no end.
+    """Differences, the first one first, at most 32; the last may have no end.
 
-    None if one prompt begins with the other.
+    Empty if one prompt begins with the other.
     """
     one, other = here.tobytes(), there.tobytes()
     i = j = shared_pages(one, other, 4)
@@ -960,7 +960,7 @@ for size in SIZES:
     print(f"pages of {size:3}: {cached:3} reused, {lost:3} lost to the clock")
 
 # %% [markdown]
-# Four digits cost [448](#pages) tokens with pages of 16, more than agree again behind them: the
+# Four tokens of a clock cost [448](#pages) tokens with pages of 16, more than agree again behind them: the
 # page in which a difference lies is lost as a whole. With pages of 256 they cost [512](#pages),
 # and there is nothing left to reuse.
 #
@@ -1167,7 +1167,7 @@ draw_curves(
     [str(size) for size in SIZES],
     [("thousands of tokens lost, against the page size", curves)],
     "What each difference costs in the whole log. The clock costs more than ten times as much as any other, "
-    "under every page size. What lies near the end costs nothing once a page is longer than the rest of the prompt.",
+    "under every page size. What lies in the part that fills no page costs nothing: with 256 these are the last 200 tokens.",
 )
 
 # %% [markdown]
@@ -1175,18 +1175,18 @@ draw_curves(
 # program. The clock comes first, with [52,896](#ranking) tokens at 16 to a page. The trace id
 # changes in as many requests and costs [1,312](#ranking). Not that ids matter less: this one
 # stands *behind* the house rules, and has hardly anything behind it that stays. Put it in front
-# of them, and it tops the list. Frequency says how often a field changes, position says what that
+# of them, and it would be charged with them. Frequency says how often a field changes, position says what that
 # costs, and a dashboard of misses shows neither.
 #
-# Tools that are sent in another order cost little here because they are seldom shuffled, in
-# [32](#ranking) comparisons. But they stand before everything else: once the clock is moved, a
-# shuffle costs the whole prompt.
+# Tools that are sent in another order cost little in [32](#ranking) comparisons, because the clock
+# stands soon after them and is charged with all that follows. They stand before everything else:
+# where the clock is moved and they are not, a shuffle is charged with what the clock was.
 #
 # The page size shifts the ranking. A prompt of 712 tokens has two whole pages of 256. The clock
 # is in the first, so both go, [60,928](#ranking) tokens in all; the name and the trace are in the
 # part that fills no page, and cost [0](#ranking). Who measures with one page size and serves with
 # another may repair the wrong line. The index makes no difference: a hash table and a tree find
-# the same prefixes ([chapter 4](04_pages.md)), and the command plays both to show it.
+# the same prefixes ([chapter 4](04_pages.md)), and the command can play either.
 #
 # ## Moving the field
 #
@@ -1287,8 +1287,8 @@ draw_curves(
 
 # %% [markdown]
 # From [24.5%](#moved) to [89.0%](#moved), by the same cache, with the same words in each request.
-# The ranking was an estimate, pair by pair. This is its test: what it called lost came back, all
-# but a few tokens. With pages of 256 nothing at all was reused before, and [71.2%](#moved) are
+# The ranking was an estimate, pair by pair, and this is its test: most of what it called lost came
+# back. With pages of 256 nothing at all was reused before, and [71.2%](#moved) are
 # now.
 #
 # The ranking of the rewritten log is not empty. The number of the order now stands before the
@@ -1380,7 +1380,7 @@ for words, options in (
 #
 # The other direction holds exactly. If the requests of a log are played one after the other
 # through a live `LLM` with the same options, each reuses as many tokens as the command says. A
-# test does it with real, tiny weights. There is one more thing that it cannot know: what the
+# test does it with real, tiny weights, for requests without tools. There is one more thing that it cannot know: what the
 # answers were, unless the log's later turns repeat them; and an answer that comes back as text
 # may have other tokens than those that were generated.
 #
@@ -1400,9 +1400,9 @@ import typer
 from rich.console import Console
 
 from minivllm.cli import SCHEMA_VERSION, AsJson
-from minivllm.command_bench import check_place
 from minivllm.command_simulate import sizes_of
 from minivllm.lint import Encoder
+from minivllm.timeline import check_place
 
 
 def add_to(root: typer.Typer) -> None:
@@ -1778,6 +1778,8 @@ show(report, Console(force_jupyter=False, width=79, color_system=None, highlight
 # Two prompts instead of a log, as texts or files, are compared the same way: `minivllm explain A
 # B` also shows the two tokens where they part, and lists all differences, whatever they cost.
 #
+# ## Exercises
+#
 # ### Exercise 1
 #
 # The shop insists on the time in the system message, but nobody needs seconds. Write `at(clock)`,
@@ -1812,8 +1814,7 @@ print(f"to the minute {by_the_minute:.1%}, to ten minutes {with_clock(at):.1%}")
 
 # %% [markdown]
 # To the minute brings [24.6%](#rounded): one request a minute, and each minute is new. To ten
-# minutes it is [73.6%](#rounded). A value that changes more slowly than requests come is nearly
-# as good as one that does not change.
+# minutes it is [73.6%](#rounded): a value may change, if it changes more slowly than requests come.
 #
 # ### Exercise 2
 #

@@ -33,7 +33,7 @@ for requests in (1, 8, 16):
 # %% [markdown]
 # In float32 a step reads [425](#bytes) MB of layers, [113](#bytes) MB of head, and at sixteen
 # requests [364](#bytes) MB of keys and values. Two cores of the machine of this book's records read
-# about 20 GB a second. That makes 27 milliseconds for one request, and 45 for sixteen.
+# about 20 GB a second. That makes 28 milliseconds for one request, and 45 for sixteen.
 #
 # A record of `minivllm bench engine` on that machine says what a step takes if PyTorch does all of
 # it, with the layers of chapter 5:
@@ -50,8 +50,10 @@ for requests in (1, 8, 16):
     print(f"{requests:2} requests, {1e3 * sum(parts.values()):.0f} ms:", shown)
 
 # %% [markdown]
-# The products are the reading of the weights. The rest reads no weights, and yet it
-# is as long. One would suspect Python, which calls everything, and it is the smallest part. Take the
+# Products and head are the reading of the weights. With one request they are most of the step. With
+# sixteen they are less than half, for attention has grown with the contexts. And there is a rest in all
+# three. One would suspect Python, which calls everything: it is what nobody timed by
+# name, and it is a small part. Take the
 # norms, two a layer and one at the end, and attention, and hold them against what they read:
 
 # %% name="slow"
@@ -69,14 +71,15 @@ print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
 print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# [97](#slow) microseconds for [2.3](#slow) kB, and contexts at a third of the speed of memory. A norm is
+# [79](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
 # What helps is known from every GPU: do in one call, in one pass over the numbers, what belongs
 # together. Such a function is called a *kernel*, and
 # this chapter writes those of a CPU in Python. [Numba](https://numba.pydata.org) compiles a
-# function of loops to machine code when it is first called, and keeps the code on disk.
+# function of loops when it is first called, and keeps the code on disk. It translates to LLVM's instructions,
+# the common language of many compilers, and LLVM makes those of this processor of them.
 
 # %% export="vectors.py"
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
@@ -106,7 +109,7 @@ config.CPU_FEATURES = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit
 
 
 def has_threads() -> bool:
-    """Whether Numba can use PyTorch's own threads (those of OpenMP)."""
+    """Whether Numba finds the threads of OpenMP; without them one core does all."""
     try:
         import_module("numba.np.ufunc.omppool")
     except ImportError:
@@ -126,9 +129,10 @@ def compiled(function: Kernel, parallel: bool = False) -> Kernel:
 
 # %% [markdown]
 # `fastmath` allows sums in another order, which is what vectors of 16 numbers need; `numpy` as error
-# model divides by 0 as NumPy does, without a test in each turn of the loop. And the threads:
-# PyTorch's library of threads, OpenMP, keeps a second core waiting for work. A second pool of threads
-# would have to fight with it for the core. So the kernels take the same pool, or one core.
+# model divides by 0 as NumPy does, without a test in each turn of the loop. And the threads: those of
+# OpenMP, PyTorch's and Numba's alike, spin for a moment after each call, for the next one. A step that
+# went back and forth between the two would find the cores taken. So from the first layer to the last
+# all that is parallel will be Numba's.
 #
 # ## A lane for each token
 #
@@ -136,7 +140,8 @@ def compiled(function: Kernel, parallel: bool = False) -> Kernel:
 # sixteen? A decode step offers them by itself. Every weight meets one number of every request, and
 # nothing that happens between products mixes two requests. So the numbers of a step are laid out
 # by feature: sixteen requests' first numbers, then their second ones. One *lane* of every vector belongs
-# to one request, through all layers. Adding to the stream and normalising it is then this:
+# to one request, through all layers: an array of a step is [features, lanes], and request 3 is its
+# column 3. Adding to the stream and normalising it is then this:
 
 
 # %% export="kernels_numba.py"
@@ -148,6 +153,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, cast
+from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
 import numba
 import numpy as np
@@ -211,8 +217,8 @@ float_of, bits_of = cast(Any, _float_of), cast(Any, _bits_of)  # 32 bits, and ba
 
 @compiled
 def exp(x: Any) -> Any:
-    """e**x for x below 88: a power of 2 by its bits, the rest by a polynomial."""
-    y = max(x, Float(-87.0)) * Float(1.44269504)
+    """e**x, x held between -87 and 88: a power of 2 by its bits, and a polynomial."""
+    y = min(max(x, Float(-87.0)), Float(88.0)) * Float(1.44269504)
     whole = np.floor(y + Float(0.5))
     part = y - whole
     p = Float(1.535336e-4)
@@ -286,8 +292,9 @@ print("largest relative error:", f"{error:.0e}")
 # All that is computed is float32. What is *read* may be shorter: weights, keys and values of 16
 # bits are half the bytes, and bytes are what a step waits for. A bfloat16 is the upper half of a
 # float32: sixteen bits, and sixteen zeros behind them. Numba knows no bfloat16, and needs none. The bits are
-# shifted up when they are read, and a new key is rounded to the nearest when it is written: half of what is
-# cut off is added before the cut, and a tie goes to the even neighbour.
+# shifted up when they are read, and a new key is rounded to the nearest when it is written: half of the
+# last bit that is kept is added before the cut, and a tie goes to the even neighbour. `put` has no body
+# of its own: Numba asks for one when it compiles a call, and gets the one for the array's format.
 
 
 # %% export="vectors.py"
@@ -335,7 +342,7 @@ print("like PyTorch:", bool((rounded == numbers.bfloat16()).all()))
 # registers while a weight passes by; and memory shall be asked now for what is needed a moment
 # later. A compiler must prove that no two arrays overlap before it does the one, and never does the
 # other. So we say both. Numba lets a program add a type, here a register's worth of numbers, and functions
-# that write the instructions for it:
+# that write LLVM's instructions for it:
 
 
 # %% export="vectors.py"
@@ -550,12 +557,11 @@ def _widened(weight: Any, first: int, room: Any) -> Any:
 # after the other. What a processor guesses about the next read is wrong there at the end of
 # each page; we know better, and ask for the slot that comes {8} turns later.
 #
-# What is one core's share? A request is too much: with one request the other core would wait. A head is
-# awkward: the heads of a token lie side by side, and three passes would each take a third of a line of
-# memory. So contexts are cut into *pieces* of about {128} tokens. A piece reads its keys once for all heads,
+# What is one core's share? A request is too much: with one request the other core would wait. So
+# contexts are cut into *pieces* of about {128} tokens. A piece reads its keys once for all heads,
 # gives its weights a sum of 1, reads its values, and leaves an average and the logarithm of the
-# sum, as chapter 5's `attend` does. Here the lanes go along a head: requests have contexts of
-# their own, and share no lane.
+# sum, as chapter 5's `attend` does. Here a vector lies along a head, and not across requests: each request
+# has a context of its own, and no number of it meets two of them.
 
 
 # %% export="kernels_numba.py"
@@ -614,7 +620,7 @@ def make_reads(head_dim: int, group: int) -> tuple[Callable[..., None], ...]:
                 put_sum(scores, head, i, found)
 
     def average(scores: Any, values: Any, slots: Any, out: Any) -> None:
-        """out[head] = the sum over i of scores[head, i] * the value in slots[i]."""
+        """Add to out[head] the sum over i of scores[head, i] * the value in slots[i]."""
         last = len(slots) - 1
         for i in range(len(slots)):
             ask_for(values, slots[min(i + AHEAD, last)])
@@ -681,8 +687,8 @@ class DecodePlan(Plan):
 
     `slots` are those to write to; `tables` [rows, longest] those of each context.
     `pieces` [pieces, 3] are (row, start, end). `runs` [runs, 4] are pieces that several
-    rows have in common: start, end, first and last of `readers`; what each finds counts
-    as a further piece. The pieces of row i are `order[ends[i - 1] : ends[i]]`.
+    rows have in common: start, end, and where their `readers` begin and end; what each
+    finds counts as a further piece. The pieces of row i are `order[ends[i - 1] : ends[i]]`.
     """
 
     slots: Any = None
@@ -764,7 +770,7 @@ draw_rows(
     rows,
     unit=1.4,
     caption="Three contexts, cut up: the numbers are tokens that a core reads in one go. "
-    "A and B share 480 tokens (blue), which are read once for both.",
+    "A and B share 480 tokens (blue), which are read once for both, one K/V head after the other.",
 )
 
 # %% [markdown]
@@ -773,8 +779,11 @@ draw_rows(
 # With few tokens a product is reading: each weight is used once for each token and never again.
 # A weight is spread over all lanes, meets its input of every token, and is added to the sums. No vector
 # must be added up at the end, and sixteen rows of the weight keep sixteen registers of sums busy. While they
-# do, the next sixteen rows are on their way: for every two inputs that pass, memory is asked for two numbers
-# of each of them. A `tile` is this loop:
+# do, the next sixteen rows are on their way: for every two inputs that pass, memory is asked for
+# thirty-two numbers of what lies behind, so that all of it is asked for when the loop ends. A `tile` is
+# this loop. In NumPy it would be one line:
+#
+# `out[place:][:16, lane:][:, :lanes] = rows[first:][:16] @ columns[:, lane:][:, :lanes]`
 
 
 # %% export="vectors.py"
@@ -791,6 +800,7 @@ def _tile(
     row: Any,
     shape: Any,
 ) -> Any:
+    """`shape` is (rows, lanes); memory brings `coming` from `row` on, on and on."""
     many, lanes = (each.literal_value for each in shape)
     bits = coming.dtype.bitwidth
 
@@ -828,8 +838,9 @@ tile = cast(Any, _tile)
 
 
 # %% [markdown]
-# Sixteen-bit rows are widened first, into a place that stays in the cache; to do it in the loop would cost
-# more than the sums. Float32 rows are taken where they are.
+# Sixteen-bit rows are widened first, into a place that stays in the cache: in the loop it would be done
+# number by number. Float32 rows are taken where they are. One token has a kernel of its own, a vector
+# along the inputs, and widens what it reads as it reads it.
 
 
 # %% export="kernels_numba.py"
@@ -853,7 +864,7 @@ def make_multiply(lanes: int) -> Callable[..., None]:
         for block in prange(-(-num_outputs // BLOCK)):
             room = np.empty((ROWS, num_inputs), np.float32)
             for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
-                first = min(at, num_outputs - ROWS)
+                first = min(at, num_outputs - ROWS)  # the last: some of them again
                 rows, start = widened(weight, first, room)
                 for lane in range(0, lanes, wide):
                     coming = first + ROWS
@@ -894,7 +905,8 @@ def multiply_one(x: Any, weight: Any, bias: Any, out: Any) -> None:
 # A tile is also what a shared run of pages asks for. Sixteen readers of one system prompt, three heads each that
 # share a key: 48 queries meet the same key, as 16 tokens meet the same weight. The keys of a run are the
 # rows of a weight, and a lane is a query. Then weights for each lane, and the values, turned around, are a
-# second weight.
+# second weight. Keys are copied after all, but once for 48 queries, and a core takes one K/V head of a
+# run: there is enough in it.
 
 
 # %% export="kernels_numba.py"
@@ -1008,9 +1020,8 @@ def merge(found: Any, sums: Any, order: Any, ends: Any, out: Any) -> None:
 
 # %% [markdown]
 # A prompt of 512 tokens is the other case: each weight is used 512 times, and what counts is
-# arithmetic. PyTorch's float32 product is the fastest here, for either format: 16-bit weights are
-# widened first, layer by layer, which costs less than it saves. Both ways take the weights as the
-# checkpoint has them, so there is one copy.
+# arithmetic. That is PyTorch's float32 product, for either format: 16-bit weights are
+# widened first, layer by layer. Both ways take the weights as the checkpoint has them, so there is one copy.
 
 
 # %% export="kernels_numba.py"
@@ -1024,6 +1035,7 @@ class ReadProduct:
         self.weight, self.bias = weight, bias
         added = NO_BIAS if bias is None else bias.float()[:, None].numpy()
         self.arrays = as_array(weight), added
+        self._room: dict[int, Tensor] = {}  # new memory is slow at first touch
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
@@ -1031,11 +1043,12 @@ class ReadProduct:
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
         lanes = lanes_for(len(x))
-        out = torch.empty(len(self.weight), lanes)
-        columns = as_lanes(x, lanes)
-        make_multiply(lanes)(columns.numpy(), *self.arrays, out.numpy())
+        if lanes not in self._room:
+            self._room[lanes] = torch.empty(len(self.weight), lanes)
+        out = self._room[lanes].numpy()
+        make_multiply(lanes)(as_lanes(x, lanes).numpy(), *self.arrays, out)
         told = x.new_empty(len(x), len(self.weight))
-        turn(out.numpy(), as_array(told))
+        turn(out, as_array(told))
         return told
 
 
@@ -1072,7 +1085,7 @@ def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
 # %% [markdown]
 # ## A layer of kernels
 #
-# What is left for Python is to call them in order, eleven times a layer. Between two products no
+# What is left for Python is to call them in order, some twelve calls a layer. Between two products no
 # tensor is made: all kernels of a step write to the same arrays, layer after layer.
 
 
@@ -1088,11 +1101,12 @@ def write(heads: Any, first: int, slots: Any, keys: Any, values: Any) -> None:
 
 
 class CompiledLayers:
-    """Runs the layers of a decode step by kernels, another as chapter 5 does."""
+    """Runs the layers of a decode step by kernels, others as chapter 5 does."""
 
     def __init__(self) -> None:
-        self._weights: dict[Layer, tuple[Any, ...] | None] = {}
-        self._memory: dict[PagedAttention, tuple[Any, Any]] = {}
+        self._weights: Kept[Layer, tuple[Any, ...] | None] = Kept()
+        self._memory: Kept[PagedAttention, tuple[Any, Any]] = Kept()
+        # attributes, so that chapter 15 can time them
         self.add_norm: Any = add_norm
         self.rotate: Any = rotate
         self.gate: Any = gate
@@ -1104,7 +1118,8 @@ class CompiledLayers:
     def attend(
         self, heads: Any, memory: Any, plan: DecodePlan, room: Any, out: Any
     ) -> None:
-        """out [heads * head_dim, lanes]: what each lane finds in its context."""
+        """Store each lane's key and value; out: what it finds in its context."""
+        write(heads, len(out), plan.slots, *memory)
         found, sums = room
         head_dim, own = found.shape[2], len(plan.pieces)
         shape = (head_dim, found.shape[1] * head_dim // memory[0].shape[1])
@@ -1154,7 +1169,6 @@ class CompiledLayers:
         if head_norm is not None:
             norm_heads(heads, head_norm[0], head_norm[1], found[0].shape[2])
         self.rotate(heads, len(seen) + memory[0].shape[1], *turns)
-        write(heads, len(seen), plan.slots, *memory)
         self.attend(heads, memory, plan, found, seen)
         self.multiply(seen, output, delta)
         self.add_norm(x, delta, *second_norm, normal)
@@ -1199,7 +1213,11 @@ def norm_of(*norms: tuple[RMSNorm, int]) -> tuple[Any, Any]:
 
 
 def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
-    """Arrays for what a layer computes on its way; the next one writes over them."""
+    """Arrays for what a layer computes on its way; the next one writes over them.
+
+    All 0: what lies in lanes without a token may be too small for normal floats, and a
+    processor takes a hundred times as long for those.
+    """
     attention, mlp = layer.self_attn, layer.mlp
     num_heads, num_pieces = attention.heads[0], len(plan.order)
     sizes = [layer.input_layernorm.weight.numel()]
@@ -1210,7 +1228,7 @@ def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
     found = np.empty((num_pieces, num_heads, attention.head_dim), np.float32)
     pieces = (found, np.empty((num_pieces, num_heads), np.float32))
     rows = (hidden, heads, seen, both, both // 2)
-    return (*(np.empty((n, lanes), np.float32) for n in rows), pieces)
+    return (*(np.zeros((n, lanes), np.float32) for n in rows), pieces)
 
 
 # %% [markdown]
@@ -1230,8 +1248,9 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
 # %% [markdown]
 # ## The same numbers?
 #
-# Both ways compute a batch of prompts in pieces, single tokens and shared pages. In float32 the logits
-# must agree as well as any two orders of adding do, in bfloat16 within its own coarseness.
+# Both ways compute two prompts, which is chapter 5's work either way, and then a decode step of three requests,
+# one of which goes on from another's pages. In float32 the logits must agree as well as any two orders of adding do. In bfloat16 they
+# differ by more: PyTorch rounds every result to 8 bits of mantissa, and the kernels round what they store.
 
 # %% name="same"
 import torch
@@ -1258,7 +1277,7 @@ prompts = [
 tokens = [
     Chunk("A", encode_ids([41]), 40, [3, 1, 2], 0, samples=True),
     Chunk("B", encode_ids([81]), 30, [7, 4], 0, samples=True),
-    Chunk("C", encode_ids([9, 9]), 32, [3, 1, 9], 2, samples=True),
+    Chunk("C", encode_ids([9]), 32, [3, 1, 9], 2, samples=True),
 ]
 for dtype, chosen in kernels.items():
     plain, fast = (
@@ -1268,7 +1287,8 @@ for dtype, chosen in kernels.items():
         wanted, found = plain.logits(batch), fast.logits(batch)
         close = (wanted - found).abs().max() / wanted.abs().max()
         limit = 1e-5 if dtype == torch.float32 else 0.05
-        print(str(dtype)[6:], "equal" if close < limit else "DIFFERENT")
+        who = "chapter 5's layers" if batch is prompts else "kernels"
+        print(f"{str(dtype)[6:]}, {who}:", "equal" if close < limit else "DIFFERENT")
 
 # %% [markdown]
 # ## The record
@@ -1298,46 +1318,80 @@ draw_rows(
 # %% name="won"
 print("PyTorch:", pace("torch"))
 print("kernels:", pace("auto"))
-for dtype in ("float32", "bfloat16"):
-    before, after = (
-        1e3 * breakdowns[dtype, who, 8]["products"] for who in ("torch", "auto")
-    )
-    print(f"{dtype}, 8 requests: products {before:.0f} ms, {after:.0f} ms")
+for dtype, size in (("float32", 4), ("bfloat16", 2)):
+    for who, name in (("torch", "PyTorch"), ("auto", "kernels")):
+        one, many = (breakdowns[dtype, who, n]["products"] for n in (1, 16))
+        print(
+            f"{dtype}, {name}: weights at {size * layers / one / 1e9:.0f} GB/s, "
+            f"products of 16 requests {1e3 * many:.0f} ms"
+        )
 
 # %% [markdown]
-# A norm takes [54](#won) microseconds instead of [97](#won), though its work is one. The rest of it is the way
-# there: Python, and arrays made of tensors. Contexts are read at [9.6](#won) GB a second instead of
-# [7.4](#won), and memory could give twice that. The 16-bit products gain most, a third of their time.
+# A norm takes [9](#won) microseconds instead of [79](#won), and adds to the stream besides. Contexts are read at
+# [12.9](#won) GB a second instead of [6.5](#won), and the weights of one request about as fast as memory gives them,
+# in either format. With sixteen requests the 16-bit products take [26](#won) ms and the others [33](#won) ms, with
+# half the bytes: reading is not all of it any more.
 #
-# What does that make, beside transformers with the same weights?
+# How far is a step from what its bytes need, at 20 GB a second?
+
+# %% name="bound"
+for dtype, size in (("float32", 4), ("bfloat16", 2)):
+    for requests in (1, 8, 16):
+        read = size * (layers + head + requests * 494 * smollm2.kv_bytes_per_token(1))
+        step = sum(breakdowns[dtype, "auto", requests].values())
+        least = read / 20e9
+        print(
+            f"{dtype:8} {requests:2} requests: {1e3 * step:.0f} ms, "
+            f"bytes alone {1e3 * least:.0f} ms, {step / least:.1f} times"
+        )
+most = breakdowns["float32", "auto", 16]
+excess = {
+    "products": most["products"] - 4 * layers / 20e9,
+    "head": most["head"] - 4 * head / 20e9,
+    "contexts": most["attention"] - CONTEXTS / 20e9,
+}
+print("above their bytes, ms:", {n: round(1e3 * s) for n, s in excess.items()})
+
+# %% [markdown]
+# And beside transformers, with the same weights?
 
 # %% name="ratios"
 for row in record["rows"]:
     name = f"{row['dtype']:8} {row['load']:13} {row['num_requests']:2}"
-    print(f"{name}: {row['ratio']['median']:.2f} × {row['against']}")
+    low, high = row["ratio"]["low"], row["ratio"]["high"]
+    print(
+        f"{name}: {row['ratio']['median']:.2f} ({low:.2f} to {high:.2f}) × {row['against']}"
+    )
 for (dtype, who, requests), parts in breakdowns.items():
     if who != "torch" and requests == 8:
-        share = parts["scheduling and cache"] / sum(parts.values())
-        print(f"{dtype}, 8 requests: scheduling and cache {share:.1%} of a step")
+        for part in ("scheduling and cache", "Python"):
+            share = parts[part] / sum(parts.values())
+            print(f"{dtype}, 8 requests: {part} {share:.1%} of a step")
 
 # %% [markdown]
-# The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer.
-# Least is won where one request decodes in float32. There the products are three fifths of the step, and
-# oneDNN's layout, which is good for eight tokens, is slower for one than the plain weights that
-# transformers reads. Scheduling and cache are the Python of chapters 3 to 7: a small share, for all
-# they decide.
+# The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer. (*Mixed
+# lengths* are sixteen requests of different prompts and answers, against one padded batch.)
+# Little is won where a prompt is computed in float32. There both sides call the same product of the same
+# library, which takes most of the time. Scheduling and cache are the Python of chapters 3 to
+# 7: a small share, for all they decide.
 #
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
 # and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
-# it saves decode time, and nobody arranged it.
+# it saves decode time too, because the scheduler gave the requests the same *pages*, and not only equal ones.
+# The better a step reads its contexts, the less there is left to save: sharing takes memory traffic away, and
+# the products stay.
 #
 # ## What still goes wrong
 #
-# A step still takes about twice what its bytes need, and the record says where to look: at the
-# products of one request, and at attention. And fewer bytes would help everywhere: weights of 8 or 4
-# bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16 on a CPU; on a GPU the page table is followed by nobody
-# yet, and contexts are gathered. And the first step after an installation waits some seconds for the
-# compiler, once for each format.
+# The record was made on a machine that is shared with others, whose memory traffic is seen in the spread:
+# the ratios of one row differ by a tenth and more from one reading to the next, and so will yours. A step of many
+# requests takes longer than its bytes, and the excess is spread: some of it in the products, as much in
+# the contexts. Processors have instructions that multiply pairs of 16-bit numbers, and matrices of them, which these
+# kernels do not use. And fewer bytes would help everywhere: weights of 8 or 4
+# bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16
+# on a CPU; on a GPU the page table is followed by nobody
+# yet, and contexts are gathered. A step in which a prompt is computed beside decodes is chapter 5's. And the first
+# step after an installation waits some seconds for the compiler, once for each format and number of lanes.
 #
 # ## Exercises
 #

@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (6ecf2a7e): edit the chapter.
+# Exported from chapters/17_log.py (e18966df): edit the chapter.
 """`minivllm explain`: where two prompts part, and what breaks reuse in a log."""
 
 import json
@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from minivllm.cli import SCHEMA_VERSION, AsJson
-from minivllm.command_bench import check_place
 from minivllm.command_simulate import size_name, sizes_of
 from minivllm.lint import (
     Asked,
@@ -32,6 +31,7 @@ from minivllm.options import CHOICES, EngineOptions, check_choice
 from minivllm.progress import progress_bar
 from minivllm.radix import shared_pages
 from minivllm.request_log import Body, Line, bodies_of, read_log
+from minivllm.timeline import check_place
 from minivllm.workloads import LineReader
 
 

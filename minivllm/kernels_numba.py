@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (516eef9f): edit the chapter.
+# Exported from chapters/19_kernels.py (3623befb): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a decode step, layer by layer."""
 
 import math
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, cast
+from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
 import numba
 import numpy as np
@@ -140,7 +141,7 @@ def make_reads(head_dim: int, group: int) -> tuple[Callable[..., None], ...]:
                 put_sum(scores, head, i, found)
 
     def average(scores: Any, values: Any, slots: Any, out: Any) -> None:
-        """out[head] = the sum over i of scores[head, i] * the value in slots[i]."""
+        """Add to out[head] the sum over i of scores[head, i] * the value in slots[i]."""
         last = len(slots) - 1
         for i in range(len(slots)):
             ask_for(values, slots[min(i + AHEAD, last)])
@@ -205,8 +206,8 @@ class DecodePlan(Plan):
 
     `slots` are those to write to; `tables` [rows, longest] those of each context.
     `pieces` [pieces, 3] are (row, start, end). `runs` [runs, 4] are pieces that several
-    rows have in common: start, end, first and last of `readers`; what each finds counts
-    as a further piece. The pieces of row i are `order[ends[i - 1] : ends[i]]`.
+    rows have in common: start, end, and where their `readers` begin and end; what each
+    finds counts as a further piece. The pieces of row i are `order[ends[i - 1] : ends[i]]`.
     """
 
     slots: Any = None
@@ -281,7 +282,7 @@ def make_multiply(lanes: int) -> Callable[..., None]:
         for block in prange(-(-num_outputs // BLOCK)):
             room = np.empty((ROWS, num_inputs), np.float32)
             for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
-                first = min(at, num_outputs - ROWS)
+                first = min(at, num_outputs - ROWS)  # the last: some of them again
                 rows, start = widened(weight, first, room)
                 for lane in range(0, lanes, wide):
                     coming = first + ROWS
@@ -431,6 +432,7 @@ class ReadProduct:
         self.weight, self.bias = weight, bias
         added = NO_BIAS if bias is None else bias.float()[:, None].numpy()
         self.arrays = as_array(weight), added
+        self._room: dict[int, Tensor] = {}  # new memory is slow at first touch
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
@@ -438,11 +440,12 @@ class ReadProduct:
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
         lanes = lanes_for(len(x))
-        out = torch.empty(len(self.weight), lanes)
-        columns = as_lanes(x, lanes)
-        make_multiply(lanes)(columns.numpy(), *self.arrays, out.numpy())
+        if lanes not in self._room:
+            self._room[lanes] = torch.empty(len(self.weight), lanes)
+        out = self._room[lanes].numpy()
+        make_multiply(lanes)(as_lanes(x, lanes).numpy(), *self.arrays, out)
         told = x.new_empty(len(x), len(self.weight))
-        turn(out.numpy(), as_array(told))
+        turn(out, as_array(told))
         return told
 
 
@@ -487,11 +490,12 @@ def write(heads: Any, first: int, slots: Any, keys: Any, values: Any) -> None:
 
 
 class CompiledLayers:
-    """Runs the layers of a decode step by kernels, another as chapter 5 does."""
+    """Runs the layers of a decode step by kernels, others as chapter 5 does."""
 
     def __init__(self) -> None:
-        self._weights: dict[Layer, tuple[Any, ...] | None] = {}
-        self._memory: dict[PagedAttention, tuple[Any, Any]] = {}
+        self._weights: Kept[Layer, tuple[Any, ...] | None] = Kept()
+        self._memory: Kept[PagedAttention, tuple[Any, Any]] = Kept()
+        # attributes, so that chapter 15 can time them
         self.add_norm: Any = add_norm
         self.rotate: Any = rotate
         self.gate: Any = gate
@@ -503,7 +507,8 @@ class CompiledLayers:
     def attend(
         self, heads: Any, memory: Any, plan: DecodePlan, room: Any, out: Any
     ) -> None:
-        """out [heads * head_dim, lanes]: what each lane finds in its context."""
+        """Store each lane's key and value; out: what it finds in its context."""
+        write(heads, len(out), plan.slots, *memory)
         found, sums = room
         head_dim, own = found.shape[2], len(plan.pieces)
         shape = (head_dim, found.shape[1] * head_dim // memory[0].shape[1])
@@ -553,7 +558,6 @@ class CompiledLayers:
         if head_norm is not None:
             norm_heads(heads, head_norm[0], head_norm[1], found[0].shape[2])
         self.rotate(heads, len(seen) + memory[0].shape[1], *turns)
-        write(heads, len(seen), plan.slots, *memory)
         self.attend(heads, memory, plan, found, seen)
         self.multiply(seen, output, delta)
         self.add_norm(x, delta, *second_norm, normal)
@@ -598,7 +602,11 @@ def norm_of(*norms: tuple[RMSNorm, int]) -> tuple[Any, Any]:
 
 
 def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
-    """Arrays for what a layer computes on its way; the next one writes over them."""
+    """Arrays for what a layer computes on its way; the next one writes over them.
+
+    All 0: what lies in lanes without a token may be too small for normal floats, and a
+    processor takes a hundred times as long for those.
+    """
     attention, mlp = layer.self_attn, layer.mlp
     num_heads, num_pieces = attention.heads[0], len(plan.order)
     sizes = [layer.input_layernorm.weight.numel()]
@@ -609,7 +617,7 @@ def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
     found = np.empty((num_pieces, num_heads, attention.head_dim), np.float32)
     pieces = (found, np.empty((num_pieces, num_heads), np.float32))
     rows = (hidden, heads, seen, both, both // 2)
-    return (*(np.empty((n, lanes), np.float32) for n in rows), pieces)
+    return (*(np.zeros((n, lanes), np.float32) for n in rows), pieces)
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> Backend:

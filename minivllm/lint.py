@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (6e48db3d): edit the chapter.
+# Exported from chapters/17_log.py (a0dcfc93): edit the chapter.
 """Which fields of a log's requests keep a prefix cache from finding more."""
 
 import json
@@ -172,7 +172,7 @@ class Recent:
         self._count = 0
 
     def nearest(self, asked: Asked) -> Asked | None:
-        """The request that shares most with this one; it is remembered as well."""
+        """A request that shares much with this one, or the last; `asked` is kept."""
         data = asked.ids.tobytes()
         every = (data[i : i + 4 * GRAM] for i in range(0, len(data) - 4 * GRAM + 1, 4))
         grams = [gram for gram in every if crc32(gram) % 4 == 0]
@@ -210,9 +210,9 @@ class Gap(NamedTuple):
 
 
 def find_gaps(here: "array[int]", there: "array[int]") -> list[Gap]:
-    """All differences, the first one first; the last may have no end.
+    """Differences, the first one first, at most 32; the last may have no end.
 
-    None if one prompt begins with the other.
+    Empty if one prompt begins with the other.
     """
     one, other = here.tobytes(), there.tobytes()
     i = j = shared_pages(one, other, 4)

@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (859e84e5): edit the chapter.
+# Exported from chapters/17_log.py (9fdfd007): edit the chapter.
 """Logs of requests, in the formats that people have, as bodies of OpenAI's API."""
 
 import json
@@ -39,7 +39,7 @@ def _requests_in(value: Body, traces: LineReader) -> list[Body]:
     if isinstance(value.get("messages"), list) and value["messages"]:
         return [value]
     if "hash_ids" in value:
-        request = traces.read(json.dumps(value), "")
+        request = traces.read(value, "")
         return [{"prompt_token_ids": request.token_ids().tolist()}]
     prompt = value.get("prompt", value.get("prompt_token_ids", value.get("text")))
     if isinstance(prompt, str):

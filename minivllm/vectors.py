@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (dc265f5f): edit the chapter.
+# Exported from chapters/19_kernels.py (51b92bce): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ config.CPU_FEATURES = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit
 
 
 def has_threads() -> bool:
-    """Whether Numba can use PyTorch's own threads (those of OpenMP)."""
+    """Whether Numba finds the threads of OpenMP; without them one core does all."""
     try:
         import_module("numba.np.ufunc.omppool")
     except ImportError:
@@ -65,8 +65,8 @@ float_of, bits_of = cast(Any, _float_of), cast(Any, _bits_of)  # 32 bits, and ba
 
 @compiled
 def exp(x: Any) -> Any:
-    """e**x for x below 88: a power of 2 by its bits, the rest by a polynomial."""
-    y = max(x, Float(-87.0)) * Float(1.44269504)
+    """e**x, x held between -87 and 88: a power of 2 by its bits, and a polynomial."""
+    y = min(max(x, Float(-87.0)), Float(88.0)) * Float(1.44269504)
     whole = np.floor(y + Float(0.5))
     part = y - whole
     p = Float(1.535336e-4)
@@ -310,6 +310,7 @@ def _tile(
     row: Any,
     shape: Any,
 ) -> Any:
+    """`shape` is (rows, lanes); memory brings `coming` from `row` on, on and on."""
     many, lanes = (each.literal_value for each in shape)
     bits = coming.dtype.bitwidth
 
