@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (3623befb): edit the chapter.
+# Exported from chapters/19_kernels.py (813fa7bb): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a decode step, layer by layer."""
 
 import math
@@ -141,7 +141,7 @@ def make_reads(head_dim: int, group: int) -> tuple[Callable[..., None], ...]:
                 put_sum(scores, head, i, found)
 
     def average(scores: Any, values: Any, slots: Any, out: Any) -> None:
-        """Add to out[head] the sum over i of scores[head, i] * the value in slots[i]."""
+        """Add to out[head] the sum of scores[head, i] * the value in slots[i]."""
         last = len(slots) - 1
         for i in range(len(slots)):
             ask_for(values, slots[min(i + AHEAD, last)])
@@ -207,7 +207,7 @@ class DecodePlan(Plan):
     `slots` are those to write to; `tables` [rows, longest] those of each context.
     `pieces` [pieces, 3] are (row, start, end). `runs` [runs, 4] are pieces that several
     rows have in common: start, end, and where their `readers` begin and end; what each
-    finds counts as a further piece. The pieces of row i are `order[ends[i - 1] : ends[i]]`.
+    finds counts as a further piece. Those of row i are `order[ends[i - 1] : ends[i]]`.
     """
 
     slots: Any = None
