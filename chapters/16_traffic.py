@@ -1329,12 +1329,12 @@ for kind in list(GENERATORS)[:6]:
     print(f"{kind:24}", *(f"{cell:>17}" for cell in cells))
 
 # %% [markdown]
-# Each kind has one lever, and hardly feels the others.
+# Each kind has a lever of its own.
 #
 # The *bursts* want somebody to wait. Eight identical prompts come in one moment, and what is
 # published after a step is too late for those who were planned into the same step; with the
 # coordination of [chapter 10](10_single_flight.md) the reused share goes from
-# [42%](#levers) to [85%](#levers). *System prompts* want any cache at all. *Trees of thought* are content
+# [42%](#levers) to [85%](#levers). *System prompts* want pages that appear at once. *Trees of thought* are content
 # as well: a thought is continued when it is finished, so even pages that appear at the end are in
 # time. *Agents* want order: in order of arrival eight-turn histories push each other out of a
 # memory that could hold some of them, and whoever lets the longest prefix go first lifts the
@@ -1880,7 +1880,7 @@ draw_rows(
 )
 
 # %% [markdown]
-# Eleven ratios, the same sign in all of them, and none is off by more than a factor of
+# Eleven ratios, all on the same side of one half, and none is off by more than a factor of
 # [2.0](#ratios). A cached prompt has its first token after a small share of the time; of eight at once
 # three must wait for the five before them, which spoils the mean, [0.33](#ratios) there and
 # [0.45](#ratios) here; and a cold burst gains nothing. Ours are larger where nearly all is cached,
@@ -1906,13 +1906,14 @@ print(
 print(f"its reuse curve: {record['curve_cpu_s']:.1f} s")
 
 # %% [markdown]
-# Eight times the requests take eight times the memory, and little more than eight times the CPU, on a
-# machine that had neighbours: [227](#million) µs for each of them and [268](#million). A test counts instead of
+# Eight times the requests take less than eight times the memory, and somewhat more than eight times
+# the CPU: [227](#million) µs for each of them and [268](#million). A test counts instead of
 # timing: twice the requests, twice the calls. That is not a matter of course. An engine that *streams* makes an output for each token, with all
 # tokens so far, which grows with the square of an answer's length; a simulation needs the last one only, and asks
 # for it (`streams=False`, [chapter 7](07_engine.md)). The reuse curve takes less than a second, so
 # begin with it: if it is flat between the memory that you have and the memory that you can get,
-# no policy of this book will help, and you know it before you have simulated anything.
+# more memory will not help. If a replay then finds less than the curve, order, waiting or publication is
+# what is missing.
 #
 # ## Whose number is it?
 #
@@ -1923,8 +1924,9 @@ print(f"its reuse curve: {record['curve_cpu_s']:.1f} s")
 # doubts it can change an input and look. It does not make it true. The inputs are a guess about
 # tomorrow's traffic, and a model of a machine that is off by some percent.
 #
-# What the simulator cannot say at all is *why* a request found so little: whether its prefix was
-# never there, or went, or came a step too late. For that the engine must explain itself.
+# And *why* a request found so little, whether its prefix was never there, or went, or came a step too
+# late, the engine can say ([chapter 13](13_explain.md)). What to change in the requests themselves is the question
+# to their log ([chapter 17](17_log.md)).
 #
 # ## Exercises
 #

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (824edb93): edit the chapter.
+# Exported from chapters/15_measuring.py (7d2e24c9): edit the chapter.
 """Measuring: several contestants, in turn, in one process, with their spread."""
 
 import gc
@@ -104,8 +104,10 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Measurement]:
     """Time all trials in turn, `repeats` times; every other round in reverse order."""
-    if repeats < 1 or warmups < 0:
+    if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
+    if warmups < 0:
+        raise ValueError(f"warmups must be at least 0, not {warmups}")
     readings: dict[str, list[float]] = {name: [] for name in trials}
     counts = dict.fromkeys(trials, 0.0)
     gc.freeze()  # what is there stays: a collection looks at nothing older

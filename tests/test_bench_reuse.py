@@ -308,7 +308,7 @@ def test_a_peer_that_cannot_load_is_told(capsys, small, monkeypatch):
         (["--max-batch-tokens", "0"], "max_batch_tokens"),
         (["--dtype", "int3"], "dtype"),
         (["--device", "abacus"], "device"),
-        (["--record", "/nowhere/reuse.json"], "/nowhere/reuse.json is"),
+        (["--record", "/nowhere/reuse.json"], "/nowhere/reuse.json cannot"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--prompt-tokens", "300"], "context"),
         (["--pages", "3"], "pages"),
