@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (dd11ee41): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (bda9a544): edit the chapter.
 """Text to token ids and back."""
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ class TextWriter:
         self._tokenizer = tokenizer
         self._stops: Sequence[str] = tuple(params.stop or ())
         self._ids = list(prompt_ids[-WINDOW:])  # the window
-        self._num_written = len(self._decode())  # characters of what it says
+        self._num_said = len(self._decode())  # characters
+        self._num_written = self._num_said
         self._num_waiting = 0  # tokens since it last ended with a whole character
         self._edge = 0  # where it may begin anew
         self._text = ""
@@ -197,6 +198,9 @@ class TextWriter:
             self._ids.append(token_id)
             said = self._decode()
             end = len(said.rstrip(INCOMPLETE))
+            if len(said) < self._num_said:  # bytes have become a character, maybe this
+                end = len(said)
+            self._num_said = len(said)
             self._num_waiting = 0 if end == len(said) else self._num_waiting + 1
             if self._num_waiting > 3:
                 end = max(end, len(said) - 3)
@@ -210,7 +214,8 @@ class TextWriter:
         """Let the window begin where it could have begun a while ago."""
         if len(self._ids) - self._edge >= WINDOW:
             del self._ids[: self._edge]
-            self._num_written = len(self._decode()) - num_unwritten
+            self._num_said = len(self._decode())
+            self._num_written = self._num_said - num_unwritten
             self._edge = len(self._ids)
 
     def piece(self, token_id: int) -> str:

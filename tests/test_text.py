@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -65,6 +65,7 @@ def test_an_incomplete_end_and_a_space():
 
 
 @settings(deadline=None)
+@example("\x80\ufffd\x80", FALLBACK)
 @given(st.text(max_size=30), st.sampled_from([BYTES, FALLBACK]))
 def test_any_text_comes_through(text, tokenizer):
     """Every prefix is a prefix, and nothing of it is lost."""
