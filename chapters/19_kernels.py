@@ -377,12 +377,13 @@ class Writer:
         """A number, as the arguments of kernels are."""
         return self.context.get_constant(types.intp, number)
 
+    def array(self, kind: Any, array: Any) -> Any:
+        """Its parts: data, shape, strides."""
+        return self.context.make_array(kind)(self.context, self.builder, array)
+
     def address(self, kind: Any, array: Any, i: Any, j: Any) -> Any:
         """Of array[i, j]."""
-        made, b = (
-            self.context.make_array(kind)(self.context, self.builder, array),
-            self.builder,
-        )
+        made, b = self.array(kind, array), self.builder
         row = b.mul(i, b.extract_value(made.strides, 0))
         start = b.gep(b.bitcast(made.data, BYTE.as_pointer()), [row])
         return b.gep(b.bitcast(start, made.data.type), [j])
@@ -409,6 +410,10 @@ class Writer:
         return self.builder.shuffle_vector(
             one, nothing, ir.Constant(zeros, [0] * lanes)
         )
+
+    def zero(self, lanes: int) -> Any:
+        """0 in all lanes."""
+        return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c."""
@@ -461,8 +466,7 @@ def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
 @intrinsic(prefer_literal=True)
 def _zero(typing: Any, lanes: Any) -> Any:
     many = lanes.literal_value
-    none = ir.Constant(ir.VectorType(FLOAT, many), [0.0] * many)
-    return written(Vector(many), [lanes], lambda writer, given: none)
+    return written(Vector(many), [lanes], lambda writer, given: writer.zero(many))
 
 
 @intrinsic(prefer_literal=True)
@@ -807,10 +811,8 @@ def _tile(
     def write(writer: Writer, given: Sequence[Any]) -> None:
         w, start, x, at_lane, told, to, later, next_row, _ = given
         index, b = writer.index, writer.builder
-        inputs = b.extract_value(
-            writer.context.make_array(rows)(writer.context, b, w).shape, 1
-        )
-        none = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+        inputs = b.extract_value(writer.array(rows, w).shape, 1)
+        none = writer.zero(lanes)
         totals = [cgutils.alloca_once_value(b, none) for _ in range(many)]
         with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
             for k in range(2):
@@ -933,7 +935,7 @@ def weigh_lanes(scores: Any, sums: Any) -> None:
 def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for runs of pages that several rows read."""
     multiply_tiles, scale = make_tiles(WIDE), Float(1 / math.sqrt(head_dim))
-    wide, deep = math.gcd(head_dim, 16), -(-head_dim // ROWS) * ROWS
+    gather, deep = make_gather(head_dim), -(-head_dim // ROWS) * ROWS
 
     def attend_together(
         heads: Any,
@@ -961,17 +963,13 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                         query = heads[head * head_dim + j, readers[reader]]
                         asked[j, lane] = query * scale
             known = np.zeros((rows, deep), np.float32)
-            for i in range(len(slots)):
-                for j in range(0, head_dim, wide):
-                    store(known, i, j, load(keys, slots[i], kv * head_dim + j, wide))
+            gather(keys, slots, kv * head_dim, known)
             scores = np.empty((rows, lanes), np.float32)
             multiply_tiles(known, asked, scores)
             logs = np.empty(lanes, np.float32)
             weigh_lanes(scores[: len(slots)], logs)
             scores[len(slots) :] = Float(0)
-            for i in range(len(slots)):
-                for j in range(0, head_dim, wide):
-                    store(known, i, j, load(values, slots[i], kv * head_dim + j, wide))
+            gather(values, slots, kv * head_dim, known)
             average = np.empty((deep, lanes), np.float32)
             multiply_tiles(known.T.copy(), scores, average)
             for reader in range(first, last):
@@ -982,6 +980,20 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                         found[reader, head, j] = average[j, lane]
 
     return compiled(attend_together, parallel=has_threads())
+
+
+@cache
+def make_gather(head_dim: int) -> Callable[..., None]:
+    """Copies a head of some slots."""
+    wide = math.gcd(head_dim, 16)
+
+    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
+        """out[i] = the head that begins at `start` in slots[i], as float32."""
+        for i in range(len(slots)):
+            for j in range(0, head_dim, wide):
+                store(out, i, j, load(memory, slots[i], start + j, wide))
+
+    return compiled(gather)
 
 
 @cache
@@ -1220,10 +1232,9 @@ def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
     """
     attention, mlp = layer.self_attn, layer.mlp
     num_heads, num_pieces = attention.heads[0], len(plan.order)
-    sizes = [layer.input_layernorm.weight.numel()]
-    for product in (attention.qkv, attention.output, mlp.gate_and_up, mlp.down):
-        sizes.append(len(cast(Any, product.multiply).weight))
-    hidden, heads, _, both, _ = sizes
+    hidden = layer.input_layernorm.weight.numel()
+    products = (attention.qkv, mlp.gate_and_up)
+    heads, both = (len(cast(Any, each.multiply).weight) for each in products)
     seen = num_heads * attention.head_dim
     found = np.empty((num_pieces, num_heads, attention.head_dim), np.float32)
     pieces = (found, np.empty((num_pieces, num_heads), np.float32))

@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (813fa7bb): edit the chapter.
+# Exported from chapters/19_kernels.py (ad86adee): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a decode step, layer by layer."""
 
 import math
@@ -342,7 +342,7 @@ def weigh_lanes(scores: Any, sums: Any) -> None:
 def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for runs of pages that several rows read."""
     multiply_tiles, scale = make_tiles(WIDE), Float(1 / math.sqrt(head_dim))
-    wide, deep = math.gcd(head_dim, 16), -(-head_dim // ROWS) * ROWS
+    gather, deep = make_gather(head_dim), -(-head_dim // ROWS) * ROWS
 
     def attend_together(
         heads: Any,
@@ -370,17 +370,13 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                         query = heads[head * head_dim + j, readers[reader]]
                         asked[j, lane] = query * scale
             known = np.zeros((rows, deep), np.float32)
-            for i in range(len(slots)):
-                for j in range(0, head_dim, wide):
-                    store(known, i, j, load(keys, slots[i], kv * head_dim + j, wide))
+            gather(keys, slots, kv * head_dim, known)
             scores = np.empty((rows, lanes), np.float32)
             multiply_tiles(known, asked, scores)
             logs = np.empty(lanes, np.float32)
             weigh_lanes(scores[: len(slots)], logs)
             scores[len(slots) :] = Float(0)
-            for i in range(len(slots)):
-                for j in range(0, head_dim, wide):
-                    store(known, i, j, load(values, slots[i], kv * head_dim + j, wide))
+            gather(values, slots, kv * head_dim, known)
             average = np.empty((deep, lanes), np.float32)
             multiply_tiles(known.T.copy(), scores, average)
             for reader in range(first, last):
@@ -391,6 +387,20 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                         found[reader, head, j] = average[j, lane]
 
     return compiled(attend_together, parallel=has_threads())
+
+
+@cache
+def make_gather(head_dim: int) -> Callable[..., None]:
+    """Copies a head of some slots."""
+    wide = math.gcd(head_dim, 16)
+
+    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
+        """out[i] = the head that begins at `start` in slots[i], as float32."""
+        for i in range(len(slots)):
+            for j in range(0, head_dim, wide):
+                store(out, i, j, load(memory, slots[i], start + j, wide))
+
+    return compiled(gather)
 
 
 @cache
@@ -609,10 +619,9 @@ def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
     """
     attention, mlp = layer.self_attn, layer.mlp
     num_heads, num_pieces = attention.heads[0], len(plan.order)
-    sizes = [layer.input_layernorm.weight.numel()]
-    for product in (attention.qkv, attention.output, mlp.gate_and_up, mlp.down):
-        sizes.append(len(cast(Any, product.multiply).weight))
-    hidden, heads, _, both, _ = sizes
+    hidden = layer.input_layernorm.weight.numel()
+    products = (attention.qkv, mlp.gate_and_up)
+    heads, both = (len(cast(Any, each.multiply).weight) for each in products)
     seen = num_heads * attention.head_dim
     found = np.empty((num_pieces, num_heads, attention.head_dim), np.float32)
     pieces = (found, np.empty((num_pieces, num_heads), np.float32))

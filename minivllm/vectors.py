@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (51b92bce): edit the chapter.
+# Exported from chapters/19_kernels.py (27d2169d): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 from collections.abc import Callable, Sequence
@@ -132,12 +132,13 @@ class Writer:
         """A number, as the arguments of kernels are."""
         return self.context.get_constant(types.intp, number)
 
+    def array(self, kind: Any, array: Any) -> Any:
+        """Its parts: data, shape, strides."""
+        return self.context.make_array(kind)(self.context, self.builder, array)
+
     def address(self, kind: Any, array: Any, i: Any, j: Any) -> Any:
         """Of array[i, j]."""
-        made, b = (
-            self.context.make_array(kind)(self.context, self.builder, array),
-            self.builder,
-        )
+        made, b = self.array(kind, array), self.builder
         row = b.mul(i, b.extract_value(made.strides, 0))
         start = b.gep(b.bitcast(made.data, BYTE.as_pointer()), [row])
         return b.gep(b.bitcast(start, made.data.type), [j])
@@ -164,6 +165,10 @@ class Writer:
         return self.builder.shuffle_vector(
             one, nothing, ir.Constant(zeros, [0] * lanes)
         )
+
+    def zero(self, lanes: int) -> Any:
+        """0 in all lanes."""
+        return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c."""
@@ -210,8 +215,7 @@ def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
 @intrinsic(prefer_literal=True)
 def _zero(typing: Any, lanes: Any) -> Any:
     many = lanes.literal_value
-    none = ir.Constant(ir.VectorType(FLOAT, many), [0.0] * many)
-    return written(Vector(many), [lanes], lambda writer, given: none)
+    return written(Vector(many), [lanes], lambda writer, given: writer.zero(many))
 
 
 @intrinsic(prefer_literal=True)
@@ -317,10 +321,8 @@ def _tile(
     def write(writer: Writer, given: Sequence[Any]) -> None:
         w, start, x, at_lane, told, to, later, next_row, _ = given
         index, b = writer.index, writer.builder
-        inputs = b.extract_value(
-            writer.context.make_array(rows)(writer.context, b, w).shape, 1
-        )
-        none = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+        inputs = b.extract_value(writer.array(rows, w).shape, 1)
+        none = writer.zero(lanes)
         totals = [cgutils.alloca_once_value(b, none) for _ in range(many)]
         with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
             for k in range(2):
