@@ -168,7 +168,9 @@ for position in range(chunk.start, chunk.end):  # change me
 # go on as always.
 #
 # The plan of a batch (which slots to write, which to read, which mask) is the same for
-# all layers, so it is made once a step, and used by every layer. (`Read` is for later: the
+# all layers, so it is made once a step, and used by every layer. A decode step needs no mask, since
+# nothing comes after its token. A chunk at the beginning of its prompt needs none either: its mask
+# would be a triangle, which PyTorch knows by name, and half of which it need not compute. (`Read` is for later: the
 # plain way asks chunk by chunk, and the fast one, at the end of this part, must agree with it.)
 
 # %% export="attention.py"
@@ -177,6 +179,7 @@ for position in range(chunk.start, chunk.end):  # change me
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -189,15 +192,35 @@ from minivllm.batch import Chunk
 class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
-    `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context], in `pages`. `mask` [new, context] is None for a single token, and for a
-    chunk that begins its prompt: there the first sees one, the second two, and so on.
+    `rows` are its rows in the flat batch. All its tokens so far are `length` many, and
+    lie in `pages`.
     """
 
     rows: slice
     pages: Sequence[int]
-    context: Tensor
-    mask: Tensor | None
+    page_size: int
+    length: int
+    device: torch.device
+
+    @cached_property
+    def context(self) -> Tensor:
+        """The slots of its tokens so far [length]."""
+        firsts = torch.tensor(self.pages, dtype=torch.long)[:, None] * self.page_size
+        slots = (firsts + torch.arange(self.page_size)).flatten()
+        return slots[: self.length].to(self.device)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """True where a new token may look, [new, length]: at everything up to itself.
+
+        None for a single token, and for a chunk that begins its prompt: there the first
+        sees one, the second two, and so on.
+        """
+        start = self.length - (self.rows.stop - self.rows.start)
+        if start in (0, self.length - 1):
+            return None
+        queries = torch.arange(start, self.length)[:, None]
+        return (torch.arange(self.length)[None, :] <= queries).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -254,44 +277,21 @@ def plan_batch(
         positions += range(chunk.start, chunk.end)
         write_slots += _write_slots(chunk, page_size, scratch_page)
         rows = slice(first, len(positions))
-        context = _context_slots(chunk, page_size, device)
-        mask = _causal_mask(chunk, device)
-        plans.append(ChunkPlan(rows, chunk.pages, context, mask))
+        plans.append(ChunkPlan(rows, chunk.pages, page_size, chunk.end, device))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
 
 
 def _write_slots(chunk: Chunk, page_size: int, scratch_page: int) -> list[int]:
     """A slot for each new token: in its own page, or in scratch for a shared one."""
-    own = chunk.pages[chunk.num_shared :]
-    table = [*([scratch_page] * chunk.num_shared), *own]
-    new = range(chunk.start, chunk.end)
-    return [table[i // page_size] * page_size + i % page_size for i in new]
+    places = (divmod(i, page_size) for i in range(chunk.start, chunk.end))
+    return [
+        (scratch_page if i < chunk.num_shared else chunk.pages[i]) * page_size + j
+        for i, j in places
+    ]
 
 
-# %% [markdown]
-# Three small helpers make the tensors: numbers as indices, the slots of a context, and the
-# mask that lets each new token look at everything up to itself. A decode step needs no mask, since
-# nothing comes after its token. A chunk at the beginning of its prompt needs none either: its mask
-# would be a triangle, which PyTorch knows by name, and half of which it need not compute.
-
-
-# %% export="attention.py"
 def _longs(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.long).to(device)
-
-
-def _context_slots(chunk: Chunk, page_size: int, device: torch.device) -> Tensor:
-    firsts = torch.tensor(chunk.pages, dtype=torch.long)[:, None] * page_size
-    slots = (firsts + torch.arange(page_size)).flatten()
-    return slots[: chunk.end].to(device)
-
-
-def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """True where a new token may look: at everything up to itself."""
-    if len(chunk.token_ids) == 1 or chunk.start == 0:
-        return None
-    queries = torch.arange(chunk.start, chunk.end)[:, None]
-    return (torch.arange(chunk.end)[None, :] <= queries).to(device)
 
 
 # %% [markdown]
@@ -561,7 +561,7 @@ def shared_runs(
     A run is (which tables, first page, end): an edge of the radix tree of the tables.
     An edge that would save too little stays a part of those below it.
     """
-    runs, todo = [], [(list(range(len(tables))), 0)]
+    runs, todo = [], [([*range(len(tables))], 0)] if tables else []
     while todo:
         members, start = todo.pop()
         some = [tables[i] for i in members]
@@ -605,7 +605,7 @@ def shared_reads(
     singles: Sequence[ChunkPlan], page_size: int, memory: Tensor
 ) -> tuple[list[Read], list[int]]:
     """A read for each shared run, and where each token's own context starts."""
-    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
+    tables = [tuple(c.pages[: (c.length - 1) // page_size]) for c in singles]
     starts, reads = [0] * len(singles), []
     for members, start, end in shared_runs(tables, page_size):
         run = singles[members[0]].context[start * page_size : end * page_size]
@@ -741,7 +741,7 @@ plan = plan_batch(alike, 16, scratch_page=47, device=cpu)
 together = read_together(plan, 16, layer.keys)
 q, k, v = (torch.randn(16, n, head_dim) for n in (heads, kv_heads, kv_heads))
 rows = [layer.forward(q, k, v, each) for each in (plan, together)]
-print("slots, chunk by chunk:", f"{sum(len(c.context) for c in plan.chunks):,}")
+print("slots, chunk by chunk:", f"{sum(c.length for c in plan.chunks):,}")
 print("slots, together:      ", [len(read.slots) for read in together.reads])
 print("the same rows:        ", verdict(*rows))
 
@@ -1121,10 +1121,16 @@ class Layer(nn.Module):
         memory: PagedAttention,
         plan: Plan,
         turns: tuple[Tensor, Tensor],
-    ) -> None:
-        """Change the stream x [tokens, hidden] in place."""
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """The stream x [tokens, hidden] behind the layer; of these rows, if given.
+
+        x itself is changed on the way.
+        """
         x += self.self_attn(self.input_layernorm(x), memory, plan, turns)
+        x = x if rows is None else x[rows]
         x += self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 def run_layers(
@@ -1133,11 +1139,16 @@ def run_layers(
     memory: Sequence[PagedAttention],
     plan: Plan,
     angles: Tensor,
+    rows: Tensor,
 ) -> Tensor:
-    """The stream x [tokens, hidden] after all layers; angles [tokens, head_dim / 2]."""
+    """The stream after all layers: [tokens, hidden] -> [rows, hidden].
+
+    `angles` are [tokens, head_dim / 2].
+    """
     cos, sin = (turn.to(x.dtype) for turn in rotation(angles[:, None]))
     for layer, layer_memory in zip(layers, memory, strict=True):
-        layer(x, layer_memory, plan, (cos, sin))
+        wanted = rows if layer is layers[-1] else None
+        x = layer(x, layer_memory, plan, (cos, sin), wanted)
     return x
 
 
@@ -1154,7 +1165,7 @@ x = layer.input_layernorm(entering)
 query, key, _ = attention.qkv(x).view(-1, 8).split((*attention.heads, 2))
 print(f"enters with {entering.shape[1]} numbers")
 print(f"asks with {len(query)} heads, stores {len(key)} keys and as many values")
-print(f"writes slot {int(plan.write_slots)}, reads {len(plan.chunks[0].context)} slots")
+print(f"writes slot {int(plan.write_slots)}, reads {plan.chunks[0].length} slots")
 
 # %% tags=["hide-input"]
 q_width, k_width = query.numel(), key.numel()
@@ -1197,7 +1208,8 @@ draw_rows(
 #
 # At the end, logits. A prefill chunk of 512 tokens needs the logits of its last token
 # only, and with a vocabulary of 49,152 the head is a large part of the model: it would be
-# multiplied 511 times for nothing. So the caller names the rows it wants.
+# multiplied 511 times for nothing. So the caller names the rows it wants. The last layer knows them
+# already: all its keys and values are written, and behind its attention nobody asks for the other rows.
 
 
 # %% export="model.py"
@@ -1227,8 +1239,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
-        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles)
-        return self.head(self.norm(x[rows])).float()
+        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
+        return self.head(self.norm(x)).float()
 
 
 # %% [markdown]

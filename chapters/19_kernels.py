@@ -84,8 +84,8 @@ print("PyTorch:", pace("torch"))
 # %% export="vectors.py"
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
+import ctypes
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import numba
@@ -108,85 +108,179 @@ config.CPU_NAME = llvm.get_host_cpu_name()
 config.CPU_FEATURES = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 
 
-def has_threads() -> bool:
-    """Whether Numba finds the threads of OpenMP; without them one core does all."""
-    try:
-        import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return False
-    config.THREADING_LAYER = "omp"
-    return True
-
-
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def compiled(function: Kernel, parallel: bool = False) -> Kernel:
+def compiled(function: Kernel) -> Kernel:
     """The function as machine code, made at its first call and kept on disk."""
     rules: Any = {"fastmath": True, "error_model": "numpy", "cache": True}
-    return cast(Kernel, njit(parallel=parallel, **rules)(function))
+    return cast(Kernel, njit(**rules)(function))
 
 
 # %% [markdown]
 # `fastmath` allows sums in another order, which is what vectors of 16 numbers need; `numpy` as error
-# model divides by 0 as NumPy does, without a test in each turn of the loop. And the threads: those of
-# OpenMP, PyTorch's and Numba's alike, spin for a moment after each call, for the next one. A step that
-# went back and forth between the two would find the cores taken. So from the first layer to the last
-# all that is parallel will be Numba's.
+# model divides by 0 as NumPy does, without a test in each turn of the loop.
 #
+# And both cores? PyTorch has a team of threads already, OpenMP's, one for each core. After each
+# call they spin for some milliseconds, for the next one may come. A second team, Numba's own, would find the
+# cores taken by the first, in each step anew. So the kernels ask PyTorch's. A team is called by
+# `GOMP_parallel`: with a function, and one address of what it needs. Every member comes with its number,
+# and takes each so-manieth part of the work.
+
+
+# %% export="vectors.py"
+TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+def has_team() -> bool:
+    """Whether PyTorch's threads are OpenMP's and can be called; else one core works."""
+    library = ctypes.CDLL(torch._C.__file__)  # and all that it has loaded
+    found = [getattr(library, name, None) for name in TEAM]
+    for name, function in zip(TEAM, found, strict=True):
+        if function is not None:
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            llvm.add_symbol(name, address)
+    return None not in found
+
+
+HAS_TEAM = has_team()
+
+
+@intrinsic
+def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
+    """part(i, *given) for each i below a number: the threads take turns."""
+    kinds = (types.intp, *given)
+    signature = part.get_call_type(typing, kinds, {})
+    made = part.dispatcher.overloads[signature.args]
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        context.active_code_library.add_linking_library(made.library)
+        write_team(context, builder, values[1:], made.fndesc, signature)
+        return context.get_dummy_value()
+
+    return types.void(part, types.intp, given), generate
+
+
+def write_team(
+    context: Any, builder: Any, values: Any, function: Any, signature: Any
+) -> None:
+    """Pack up what is given; a function that unpacks it and takes its turns; a call."""
+    module, number = builder.module, ir.IntType(32)
+    packed = cgutils.pack_struct(builder, values)
+    room = cgutils.alloca_once_value(builder, packed)
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer])
+    member = ir.Function(module, kind, module.get_unique_name("member"))
+    member.linkage = "internal"
+    own = ir.IRBuilder(member.append_basic_block())
+    unpacked = own.load(own.bitcast(member.args[0], room.type))
+    end, given = cgutils.unpack_tuple(own, unpacked, 2)
+    items = cgutils.unpack_tuple(own, given)
+    first, step = (
+        own.sext(call_outside(own, name, number, []), end.type) for name in TEAM[1:]
+    )
+    with cgutils.for_range_slice(own, first, end, step, inc=True) as (i, _):
+        context.call_internal_no_propagate(own, function, signature, [i, *items])
+    own.ret_void()
+    few = builder.icmp_signed("<", values[0], ir.Constant(values[0].type, 2))
+    as_many_as_set, alone = ir.Constant(number, 0), ir.Constant(number, 1)
+    threads = builder.select(few, alone, as_many_as_set)
+    packet = builder.bitcast(room, pointer)
+    asked = [member, packet, threads, as_many_as_set]
+    call_outside(builder, TEAM[0], ir.VoidType(), asked)
+
+
+def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> Any:
+    """A call of a function that is not Numba's."""
+    kind = ir.FunctionType(result, [value.type for value in given])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, name), given
+    )
+
+
+def shared(part: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that does part(i, *given) for each i below its first argument."""
+    one, share = compiled(part), cast(Any, _share)
+
+    def by_all(number: Any, *given: Any) -> None:
+        share(one, number, given)
+
+    def by_one(number: Any, *given: Any) -> None:
+        for i in range(number):
+            one(i, *given)
+
+    return compiled(by_all if HAS_TEAM else by_one)
+
+
+# %% [markdown]
 # ## A lane for each token
 #
 # A processor computes with vectors, here of 16 numbers: one instruction, sixteen products. Which
 # sixteen? A decode step offers them by itself. Every weight meets one number of every request, and
 # nothing that happens between products mixes two requests. So the numbers of a step are laid out
 # by feature: sixteen requests' first numbers, then their second ones. One *lane* of every vector belongs
-# to one request, through all layers: an array of a step is [features, lanes], and request 3 is its
-# column 3. Adding to the stream and normalising it is then this:
+# to one token, through all layers: an array of a step is [features, lanes], and token 3 is its
+# column 3. A prompt of 512 tokens is no other case, but one with more lanes. For few of them one core is
+# enough: to call the team takes longer than the work. Of many, each core takes some. Adding to the stream and
+# normalising it is then this:
 
 
 # %% export="kernels_numba.py"
-"""Kernels for a CPU, compiled by Numba: a decode step, layer by layer."""
+"""Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import prange
 from torch import Tensor
 
-from minivllm.attention import (
-    ChunkPlan,
-    PagedAttention,
-    Plan,
-    read_together,
-    shared_runs,
-)
+from minivllm.attention import ChunkPlan, PagedAttention, Plan, shared_runs
 from minivllm.linear import Multiply, packed_product
 from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
-from minivllm.vectors import Float, compiled, config, has_threads
+from minivllm.vectors import Float, compiled, config, shared
+
+WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+MOST = 32  # tokens: with more of them a product is work, and no longer reading
+SPAN = 128  # lanes that a core takes, where there are more
 
 
-@compiled
-def add_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
+def by_lanes(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel for all lanes of its first array; it gets those of one core's part."""
+    part = shared(kernel)
+
+    def run(*given: Any) -> None:
+        lanes = given[0].shape[1]
+        span = lanes if lanes <= MOST else SPAN
+        part(-(-lanes // span), span, *given)
+
+    return compiled(run)
+
+
+@by_lanes
+def add_norm(
+    part: Any, span: Any, x: Any, delta: Any, weight: Any, eps: Any, out: Any
+) -> None:
     """x += delta; out = x, normalised. All [hidden, lanes]; weight [hidden, 1]."""
-    sums = np.zeros(x.shape[1], np.float32)
+    first = part * span
+    sums = np.zeros(min(span, x.shape[1] - first), np.float32)
     for i in range(len(x)):
-        for lane in range(x.shape[1]):
-            x[i, lane] += delta[i, lane]
-            sums[lane] += x[i, lane] ** 2
+        stream, added = x[i, first : first + span], delta[i, first : first + span]
+        for lane in range(len(sums)):
+            stream[lane] += added[lane]
+            sums[lane] += stream[lane] ** 2
     scales = Float(1) / np.sqrt(sums / Float(len(x)) + eps)
     for i in range(len(x)):
-        for lane in range(x.shape[1]):
-            out[i, lane] = x[i, lane] * scales[lane] * weight[i, 0]
+        stream, normal = x[i, first : first + span], out[i, first : first + span]
+        for lane in range(len(scales)):
+            normal[lane] = stream[lane] * scales[lane] * weight[i, 0]
 
 
 # %% [markdown]
@@ -235,41 +329,49 @@ def exp(x: Any) -> Any:
 from minivllm.vectors import exp
 
 
-@compiled
-def gate(both: Any, out: Any) -> None:
+@by_lanes
+def gate(part: Any, span: Any, both: Any, out: Any) -> None:
     """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
+    first, last = part * span, (part + 1) * span
     for i in range(len(out)):
-        for lane in range(out.shape[1]):
-            x = both[i, lane]
-            share = x / (Float(1) + exp(-x))
-            out[i, lane] = share * both[len(out) + i, lane]
+        gates, ups = both[i, first:last], both[len(out) + i, first:last]
+        told = out[i, first:last]
+        for lane in range(len(told)):
+            told[lane] = gates[lane] / (Float(1) + exp(-gates[lane])) * ups[lane]
 
 
-@compiled
-def norm_heads(heads: Any, weight: Any, eps: Any, head_dim: int) -> None:
+@by_lanes
+def norm_heads(
+    part: Any, span: Any, heads: Any, weight: Any, eps: Any, head_dim: int
+) -> None:
     """Normalise each head of rows [heads * head_dim, lanes], as many as weights."""
+    first, last = part * span, min((part + 1) * span, heads.shape[1])
     for start in range(0, len(weight), head_dim):
-        sums = np.zeros(heads.shape[1], np.float32)
+        sums = np.zeros(last - first, np.float32)
         for i in range(start, start + head_dim):
-            for lane in range(heads.shape[1]):
-                sums[lane] += heads[i, lane] ** 2
+            row = heads[i, first:last]
+            for lane in range(len(sums)):
+                sums[lane] += row[lane] ** 2
         scales = Float(1) / np.sqrt(sums / Float(head_dim) + eps)
         for i in range(start, start + head_dim):
-            for lane in range(heads.shape[1]):
-                heads[i, lane] *= scales[lane] * weight[i, 0]
+            row = heads[i, first:last]
+            for lane in range(len(scales)):
+                row[lane] *= scales[lane] * weight[i, 0]
 
 
-@compiled
-def rotate(heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
+@by_lanes
+def rotate(part: Any, span: Any, heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
     """Turn the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
-    half = len(cos)
+    first, last, half = part * span, (part + 1) * span, len(cos)
     for start in range(0, num_rows, 2 * half):
         for i in range(half):
-            for lane in range(cos.shape[1]):
-                a, b = heads[start + i, lane], heads[start + half + i, lane]
-                c, s = cos[i, lane], sin[i, lane]
-                heads[start + i, lane] = a * c - b * s
-                heads[start + half + i, lane] = b * c + a * s
+            left = heads[start + i, first:last]
+            right = heads[start + half + i, first:last]
+            c, s = cos[i, first:last], sin[i, first:last]
+            for lane in range(len(left)):
+                a, b = left[lane], right[lane]
+                left[lane] = a * c[lane] - b * s[lane]
+                right[lane] = b * c[lane] + a * s[lane]
 
 
 # %% name="exp"
@@ -420,19 +522,25 @@ class Writer:
         product = self.builder.fmul(a, b, flags=LOOSE)
         return self.builder.fadd(product, c, flags=LOOSE)
 
-    def sum(self, vector: Any) -> Any:
-        """Of the numbers of a vector: its halves are added, and theirs, to the end."""
-        lanes = vector.type.count
-        while lanes > 1:
-            lanes //= 2
+    def sums(self, vectors: Sequence[Any]) -> Any:
+        """One number for each of some vectors, side by side: a power of two of them.
+
+        Halves are added, and theirs. Two vectors of halves are one vector, so the work
+        shrinks as their number does.
+        """
+        vectors, block = list(vectors), vectors[0].type.count
+        shuffle, add = self.builder.shuffle_vector, self.builder.fadd
+        while block > 1:
+            block, alone = block // 2, len(vectors) == 1
+            pairs = [*zip(vectors[::2], vectors[not alone :: 2], strict=True)]
+            lanes = vectors[0].type.count // (1 + alone)
+            starts = range(0, 2 * lanes, 2 * block)
+            left = [start + k for start in starts for k in range(block)]
             kind = ir.VectorType(INT, lanes)
-            halves = [
-                ir.Constant(kind, [*range(start, start + lanes)])
-                for start in (0, lanes)
-            ]
-            parts = [self.builder.shuffle_vector(vector, vector, h) for h in halves]
-            vector = self.builder.fadd(*parts, flags=LOOSE)
-        return self.builder.extract_element(vector, ir.Constant(INT, 0))
+            chosen = [ir.Constant(kind, [i + by for i in left]) for by in (0, block)]
+            halves = [[shuffle(a, b, which) for which in chosen] for a, b in pairs]
+            vectors = [add(a, b, flags=LOOSE) for a, b in halves]
+        return vectors[0]
 
     def ask(self, at: Any) -> None:
         """Let memory bring what is at an address, and go on."""
@@ -464,28 +572,11 @@ def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _zero(typing: Any, lanes: Any) -> Any:
-    many = lanes.literal_value
-    return written(Vector(many), [lanes], lambda writer, given: writer.zero(many))
-
-
-@intrinsic(prefer_literal=True)
 def _load(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
     many, bits = lanes.literal_value, array.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> Any:
         return writer.load(writer.address(array, *given[:3]), bits, many)
-
-    return written(Vector(many), [array, types.intp, types.intp, lanes], write)
-
-
-@intrinsic(prefer_literal=True)
-def _spread(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
-    many = lanes.literal_value
-
-    def write(writer: Writer, given: Sequence[Any]) -> Any:
-        at = writer.address(array, *given[:3])
-        return writer.spread(writer.builder.load(at), many)
 
     return written(Vector(many), [array, types.intp, types.intp, lanes], write)
 
@@ -499,20 +590,6 @@ def _store(typing: Any, array: Any, i: Any, j: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def _put_sum(typing: Any, array: Any, i: Any, j: Any, vector: Any) -> Any:
-    def write(writer: Writer, given: Sequence[Any]) -> None:
-        at = writer.address(array, *given[:3])
-        writer.builder.store(writer.sum(given[3]), at)
-
-    return written(types.void, [array, types.intp, types.intp, vector], write)
-
-
-@intrinsic
-def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    return written(c, [c, c, c], lambda writer, given: writer.multiply_add(*given))
-
-
-@intrinsic
 def _larger(typing: Any, a: Any, b: Any) -> Any:
     def write(writer: Writer, given: Sequence[Any]) -> Any:
         kind, module = ir.FunctionType(FLOAT, [FLOAT] * 2), writer.builder.module
@@ -522,16 +599,7 @@ def _larger(typing: Any, a: Any, b: Any) -> Any:
     return written(types.float32, [types.float32] * 2, write)
 
 
-@intrinsic
-def _prefetch(typing: Any, array: Any, i: Any, j: Any) -> Any:
-    def write(writer: Writer, given: Sequence[Any]) -> None:
-        writer.ask(writer.address(array, *given))
-
-    return written(types.void, [array, types.intp, types.intp], write)
-
-
-zero, load, spread, store = cast(Any, (_zero, _load, _spread, _store))
-fma, put_sum, larger, prefetch = cast(Any, (_fma, _put_sum, _larger, _prefetch))
+load, store, larger = cast(Any, (_load, _store, _larger))
 
 
 def widened(weight: Any, first: int, room: Any) -> Any:
@@ -562,33 +630,147 @@ def _widened(weight: Any, first: int, room: Any) -> Any:
 # each page; we know better, and ask for the slot that comes {8} turns later.
 #
 # What is one core's share? A request is too much: with one request the other core would wait. So
-# contexts are cut into *pieces* of about {128} tokens. A piece reads its keys once for all heads,
-# gives its weights a sum of 1, reads its values, and leaves an average and the logarithm of the
-# sum, as chapter 5's `attend` does. Here a vector lies along a head, and not across requests: each request
-# has a context of its own, and no number of it meets two of them.
+# contexts are cut into *pieces* of about {128} tokens. A piece gives its weights a sum of 1, and leaves an
+# average and the logarithm of the sum, as chapter 5's `attend` does. Here a vector lies along a head, and
+# not across requests: each request has a context of its own, and no number of it meets two of them.
+#
+# So a score is a sum along a vector, and such a sum is dear: four times its halves are added. Eight of them
+# at once are cheaper. Two vectors of halves fit into one, and that into half of another, so that the eighth
+# part of the additions is left (`sums`, above). Eight slots and the three heads that share a key make twenty-four
+# sums, all in registers. And an average grows in registers too, for all heads of a group at once, and is
+# written when the piece is done.
 
 
-# %% export="kernels_numba.py"
-from minivllm.vectors import (
-    fma,
-    larger,
-    load,
-    prefetch,
-    put,
-    put_sum,
-    spread,
-    store,
-    zero,
-)
-
+# %% export="vectors.py"
 AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
 
 
-@compiled
-def ask_for(memory: Any, slot: Any) -> None:
-    """Let memory bring a slot's heads."""
-    for j in range(0, memory.shape[1], 64 // memory.itemsize):
-        prefetch(memory, slot, j)
+class Reader:
+    """Writes what goes through slots of a memory: of some, or of some further on."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        memory: tuple[Any, Any],
+        slots: tuple[Any, Any],
+        column: Any,
+    ) -> None:
+        self.writer, self.column = writer, column
+        self.kind, self.memory = memory
+        self.slots = writer.array(*slots)
+        self.number = writer.builder.extract_value(self.slots.shape, 0)
+
+    def slot(self, i: Any, further: int) -> Any:
+        """The one so much further than the i-th, or the last."""
+        b, index = self.writer.builder, self.writer.index
+        wanted, last = b.add(i, index(further)), b.sub(self.number, index(1))
+        there = b.select(b.icmp_signed("<", wanted, last), wanted, last)
+        return b.load(b.gep(self.slots.data, [there]))
+
+    def at(self, slot: Any, j: int) -> Any:
+        """The address of a number of a head."""
+        place = self.writer.builder.add(self.column, self.writer.index(j))
+        return self.writer.address(self.kind, self.memory, slot, place)
+
+    def read(self, slot: Any, j: int, lanes: int) -> Any:
+        """Some numbers of a head."""
+        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, lanes)
+
+    def ask(self, slot: Any, head_dim: int) -> None:
+        """Let memory bring a head."""
+        for j in range(0, head_dim, 512 // self.kind.dtype.bitwidth):
+            self.writer.ask(self.at(slot, j))
+
+
+@intrinsic(prefer_literal=True)
+def _score(
+    typing: Any,
+    asked: Any,
+    head: Any,
+    keys: Any,
+    column: Any,
+    slots: Any,
+    scores: Any,
+    shape: Any,
+) -> Any:
+    """scores[head + g, i] = asked[head + g] * the key in slots[i], from `column` on.
+
+    `shape` is (heads, slots at a time, head_dim, lanes).
+    """
+    group, many, head_dim, lanes = (each.literal_value for each in shape)
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        queries, first, memory, start, places, told, _ = given
+        index, b = writer.index, writer.builder
+        reader = Reader(writer, (keys, memory), (slots, places), start)
+        heads = [b.add(first, index(g)) for g in range(group)]
+        steps = (index(0), reader.number, index(many))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
+            some = [reader.slot(i, n) for n in range(many)]
+            for n in range(many):
+                reader.ask(reader.slot(i, many + n), head_dim)
+            sums = [[writer.zero(lanes)] * many for _ in heads]
+            for j in range(0, head_dim, lanes):
+                places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
+                wanted = [writer.load(at, 32, lanes) for at in places_of]
+                for n, slot in enumerate(some):
+                    key = reader.read(slot, j, lanes)
+                    for own, query in zip(sums, wanted, strict=True):
+                        own[n] = writer.multiply_add(query, key, own[n])
+            for own, h in zip(sums, heads, strict=True):
+                writer.store(writer.sums(own), writer.address(scores, told, h, i))
+
+    i = types.intp
+    return written(types.void, [asked, i, keys, i, slots, scores, shape], write)
+
+
+@intrinsic(prefer_literal=True)
+def _average(
+    typing: Any,
+    scores: Any,
+    head: Any,
+    values: Any,
+    column: Any,
+    slots: Any,
+    out: Any,
+    shape: Any,
+) -> Any:
+    """out[head + g] = the sum of scores[head + g, i] * the value in slots[i].
+
+    `shape` is (heads, slots at a time, head_dim, lanes).
+    """
+    group, _, head_dim, lanes = (each.literal_value for each in shape)
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        weights, first, memory, start, places, told, _ = given
+        index, b = writer.index, writer.builder
+        reader = Reader(writer, (values, memory), (slots, places), start)
+        heads = [b.add(first, index(g)) for g in range(group)]
+        parts, none = range(0, head_dim, lanes), writer.zero(lanes)
+        totals = [[cgutils.alloca_once_value(b, none) for _ in parts] for _ in heads]
+        steps = (index(0), reader.number, index(1))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
+            slot = reader.slot(i, 0)
+            reader.ask(reader.slot(i, AHEAD), head_dim)
+            found = [reader.read(slot, j, lanes) for j in parts]
+            for own, h in zip(totals, heads, strict=True):
+                share = b.load(writer.address(scores, weights, h, i))
+                share = writer.spread(share, lanes)
+                for total, value in zip(own, found, strict=True):
+                    b.store(writer.multiply_add(share, value, b.load(total)), total)
+        for own, h in zip(totals, heads, strict=True):
+            for total, j in zip(own, parts, strict=True):
+                writer.store(b.load(total), writer.address(out, told, h, index(j)))
+
+    i = types.intp
+    return written(types.void, [scores, i, values, i, slots, out, shape], write)
+
+
+score, average = cast(Any, (_score, _average))
+
+
+# %% export="kernels_numba.py"
+from minivllm.vectors import average, larger, load, put, score, store
 
 
 @compiled
@@ -606,48 +788,23 @@ def weigh(scores: Any) -> Any:
     return largest + np.log(total)
 
 
-@cache
-def make_reads(head_dim: int, group: int) -> tuple[Callable[..., None], ...]:
-    """Kernels that ask keys and add values up; `group` heads share one of each."""
-    lanes = math.gcd(head_dim, 16)
-
-    def score(asked: Any, keys: Any, slots: Any, scores: Any) -> None:
-        """scores[head, i] = asked[head] * the key in slots[i]."""
-        last = len(slots) - 1
-        for i in range(len(slots)):
-            ask_for(keys, slots[min(i + AHEAD, last)])
-            for head in range(len(scores)):
-                start, found = head // group * head_dim, zero(lanes)
-                for j in range(0, head_dim, lanes):
-                    key = load(keys, slots[i], start + j, lanes)
-                    found = fma(load(asked, head, j, lanes), key, found)
-                put_sum(scores, head, i, found)
-
-    def average(scores: Any, values: Any, slots: Any, out: Any) -> None:
-        """Add to out[head] the sum of scores[head, i] * the value in slots[i]."""
-        last = len(slots) - 1
-        for i in range(len(slots)):
-            ask_for(values, slots[min(i + AHEAD, last)])
-            for first in range(0, len(out), group):
-                start = first // group * head_dim
-                for j in range(0, head_dim, lanes):
-                    value = load(values, slots[i], start + j, lanes)
-                    for head in range(first, first + group):
-                        weight = spread(scores, head, i, lanes)
-                        sums = fma(weight, value, load(out, head, j, lanes))
-                        store(out, head, j, sums)
-
-    return compiled(score), compiled(average)
+def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
+    """Heads and slots at a time, as many sums as registers hold; head_dim; lanes."""
+    lanes, most = math.gcd(head_dim, WIDE), WIDE + WIDE // 2
+    fits = (n for n in range(group, 1, -1) if group % n == 0)
+    heads = next((n for n in fits if n * head_dim <= most * lanes), 1)
+    slots = next(n for n in (8, 4, 2, 1) if n <= lanes and n * heads <= most)
+    return heads, slots, head_dim, lanes
 
 
-# %% export="kernels_numba.py"
 @cache
 def make_attend(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for one shape of heads: loops of known length become registers."""
-    score, average = make_reads(head_dim, group)
-    scale = Float(1 / math.sqrt(head_dim))
+    shape, scale = shape_of_reads(head_dim, group), Float(1 / math.sqrt(head_dim))
+    heads_at_once, slots_at_once, *_ = shape
 
     def attend(
+        piece: Any,
         heads: Any,
         keys: Any,
         values: Any,
@@ -656,96 +813,141 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
         found: Any,
         sums: Any,
     ) -> None:
-        """What the queries find in their pieces; the logarithms of the sums of weights.
+        """What a query finds in a piece; the logarithms of the sums of weights.
 
         `heads` [any, lanes] begin with the queries; keys and values are [slots,
-        kv_heads * head_dim]; tables and pieces are a `DecodePlan`'s. The results go to
+        kv_heads * head_dim]; tables and pieces are a `StepPlan`'s. The results go to
         `found` [pieces, heads, head_dim] and `sums` [pieces, heads].
         """
         num_heads = found.shape[1]
-        for piece in prange(len(pieces)):
-            row, start, end = pieces[piece]
-            slots = tables[row, start:end]
-            asked = np.empty((num_heads, head_dim), np.float32)
-            for head in range(num_heads):
-                for j in range(head_dim):
-                    asked[head, j] = heads[head * head_dim + j, row] * scale
-            scores = np.empty((num_heads, end - start), np.float32)
-            score(asked, keys, slots, scores)
-            for head in range(num_heads):
-                sums[piece, head] = weigh(scores[head])
-            found[piece] = Float(0)
-            average(scores, values, slots, found[piece])
+        lane, table, start, end = pieces[piece]
+        slots = tables[table, start:end]
+        asked = np.empty((num_heads, head_dim), np.float32)
+        for head in range(num_heads):
+            for j in range(head_dim):
+                asked[head, j] = heads[head * head_dim + j, lane] * scale
+        scores = np.empty((num_heads, len(slots) + slots_at_once), np.float32)
+        for head in range(0, num_heads, heads_at_once):
+            column = head // group * head_dim
+            score(asked, head, keys, column, slots, scores, shape)
+            for h in range(head, head + heads_at_once):
+                sums[piece, h] = weigh(scores[h, : len(slots)])
+            average(scores, head, values, column, slots, found[piece], shape)
 
-    return compiled(attend, parallel=has_threads())
+    return shared(attend)
+
+
+# %% [markdown]
+# The plan of a step says which pieces there are, and who reads them. Two cases have several readers. Contexts that
+# share pages are one piece up to where they part. And the new tokens of a prompt read the same
+# context, each up to itself: they do so together, sixteen at a time, up to the last of the sixteen.
 
 
 # %% export="kernels_numba.py"
 PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
-MOST = 32  # tokens: with more of them a product is work, and no longer reading
+LONGER = 512  # the same, where many tokens read it
+READERS = 16  # new tokens of a prompt that read it together
 
 
-@dataclass(frozen=True)
-class DecodePlan(Plan):
-    """A plan of single tokens, which read their contexts piece by piece.
+@dataclass(frozen=True, kw_only=True)
+class StepPlan(Plan):
+    """A plan whose tokens read their contexts piece by piece. A lane is a token.
 
-    `slots` are those to write to; `tables` [rows, longest] those of each context.
-    `pieces` [pieces, 3] are (row, start, end). `runs` [runs, 4] are pieces that several
-    rows have in common: start, end, and where their `readers` begin and end; what each
-    finds counts as a further piece. Those of row i are `order[ends[i - 1] : ends[i]]`.
+    `slots` [tokens] are those to write to; `tables` [chunks, longest] those of each
+    context. `pieces` [pieces, 4] are for a single token: (lane, table, start, end).
+    `runs` [runs, 5] are for several: (table, start, end), and where their `readers`
+    begin and end. A reader (lane, end) sees the context up to its own end, and what it
+    finds counts as a further piece. Those of lane i are `order[ends[i - 1] : ends[i]]`,
+    and are merged, unless all that it reads is one run.
     """
 
-    slots: Any = None
-    tables: Any = None
-    pieces: Any = None
-    runs: Any = None
-    readers: Any = None
-    order: Any = None
-    ends: Any = None
+    slots: Any
+    tables: Any
+    pieces: Any
+    runs: Any
+    readers: Any
+    order: Any
+    ends: Any
+    merged: Any
 
 
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
-    """Cut the contexts of a decode step into pieces; those that are shared, once."""
-    chunks = plan.chunks
-    if len(chunks) > MOST or len(chunks) < len(plan.positions):
-        return read_together(plan, page_size, memory)
-    tables = np.zeros((len(chunks), max(len(c.context) for c in chunks)), np.int64)
-    for table, chunk in zip(tables, chunks, strict=True):
-        table[: len(chunk.context)] = chunk.context.numpy()
-    runs, readers, starts = find_runs(chunks, page_size)
-    parts = zip(starts, chunks, strict=True)
+    """Cut the contexts of a step into pieces; those that are shared, once."""
+    tables = slot_tables(plan.chunks, page_size)
+    singles = [(i, c) for i, c in enumerate(plan.chunks) if is_single(c)]
+    runs, readers, starts = find_runs(singles, page_size)
     pieces = [
-        (i, *piece)
-        for i, (s, c) in enumerate(parts)
-        for piece in cut(s, len(c.context))
+        (chunk.rows.start, table, *piece)
+        for (table, chunk), start in zip(singles, starts, strict=True)
+        for piece in cut(start, chunk.length, PIECE)
     ]
-    owners = np.array([row for row, *_ in pieces] + readers)
-    order = np.argsort(owners, kind="stable")
-    whole = (plan.positions, plan.write_slots, chunks, (), plan.write_slots.numpy())
-    shared = np.array(runs).reshape(-1, 4), np.array(readers, np.int64)
-    ends = np.bincount(owners).cumsum()
-    return DecodePlan(*whole, tables, np.array(pieces), *shared, order, ends)
+    for table, chunk in enumerate(plan.chunks):
+        if not is_single(chunk):
+            add_chunk(chunk, table, runs, readers)
+    owners = np.array([lane for lane, *_ in [*pieces, *readers]])
+    counts = np.bincount(owners)
+    counts[[lane for lane, *_ in pieces]] += 1  # these are never alone
+    return StepPlan(
+        *(plan.positions, plan.write_slots, plan.chunks),
+        slots=plan.write_slots.numpy(),
+        tables=tables,
+        pieces=np.array(pieces, np.int64).reshape(-1, 4),
+        runs=np.array(runs, np.int64).reshape(-1, 5),
+        readers=np.array(readers, np.int64).reshape(-1, 2),
+        order=np.argsort(owners, kind="stable"),
+        ends=np.bincount(owners).cumsum(),
+        merged=np.flatnonzero(counts > 1),
+    )
+
+
+def is_single(chunk: ChunkPlan) -> bool:
+    """Whether it is one token only."""
+    return bool(chunk.rows.stop - chunk.rows.start == 1)
+
+
+def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
+    """The slots of each context, [chunks, longest]; what lies behind one is page 0."""
+    num_pages = [-(-chunk.length // page_size) for chunk in chunks]
+    pages = np.zeros((len(chunks), max(num_pages)), np.int64)
+    for row, number, chunk in zip(pages, num_pages, chunks, strict=True):
+        row[:number] = chunk.pages[:number]
+    slots = pages[:, :, None] * page_size + np.arange(page_size)
+    return slots.reshape(len(chunks), -1)
+
+
+Numbers = list[tuple[int, ...]]
 
 
 def find_runs(
-    chunks: Sequence[ChunkPlan], page_size: int
-) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Runs and readers, as in a `DecodePlan`, and where each own context starts."""
-    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in chunks]
-    readers, starts = list[int](), [0] * len(chunks)
-    runs: list[tuple[int, ...]] = []
+    singles: Sequence[tuple[int, ChunkPlan]], page_size: int
+) -> tuple[Numbers, Numbers, list[int]]:
+    """Shared runs and their readers; where each own context starts."""
+    tables = [tuple(c.pages[: (c.length - 1) // page_size]) for _, c in singles]
+    runs, readers, starts = Numbers(), Numbers(), [0] * len(singles)
     for members, first, last in shared_runs(tables, page_size):
-        for start, end in cut(first * page_size, last * page_size):
-            runs.append((start, end, len(readers), len(readers) + len(members)))
-            readers += members
-        for row in members:
-            starts[row] = last * page_size
+        table = singles[members[0]][0]
+        for piece in cut(first * page_size, last * page_size, PIECE):
+            runs.append((table, *piece, len(readers), len(readers) + len(members)))
+            some = [singles[i][1] for i in members]
+            readers += [(chunk.rows.start, chunk.length) for chunk in some]
+        for i in members:
+            starts[i] = last * page_size
     return runs, readers, starts
 
 
-def cut(start: int, end: int) -> list[tuple[int, int]]:
+def add_chunk(chunk: ChunkPlan, table: int, runs: Numbers, readers: Numbers) -> None:
+    """Runs for the new tokens of a prompt, some at a time: all up to their last."""
+    behind = chunk.length - chunk.rows.stop  # of a lane's position
+    for lane in range(chunk.rows.start, chunk.rows.stop, READERS):
+        lanes = range(lane, min(lane + READERS, chunk.rows.stop))
+        for piece in cut(0, lanes[-1] + behind + 1, LONGER):
+            runs.append((table, *piece, len(readers), len(readers) + len(lanes)))
+            readers += [(i, i + behind + 1) for i in lanes]
+
+
+def cut(start: int, end: int, size: int) -> list[tuple[int, int]]:
     """The pieces of a context from `start`; the last of several is not very short."""
-    cuts = [start, *range(start + PIECE, end - PIECE // 2, PIECE), end]
+    cuts = [start, *range(start + size, end - size // 2, size), end]
     return list(pairwise(cuts))
 
 
@@ -765,10 +967,10 @@ batch = [
 memory = torch.zeros(70 * 16, 2, 8)
 plan = arrange(plan_batch(batch, 16, 69, torch.device("cpu")), 16, memory)
 rows = [(chunk.request_id, []) for chunk in batch]
-for row, start, end in plan.pieces.tolist():
+for row, _, start, end in plan.pieces.tolist():
     rows[row][1].append((start, end - start, "private", f"{end - start}"))
-for start, end, first, last in plan.runs.tolist():
-    for row in plan.readers[first:last].tolist():
+for _, start, end, first, last in plan.runs.tolist():
+    for row, _ in plan.readers[first:last].tolist():
         rows[row][1].append((start, end - start, "pinned", f"{end - start}"))
 draw_rows(
     rows,
@@ -780,11 +982,54 @@ draw_rows(
 # %% [markdown]
 # ## Products that read
 #
-# With few tokens a product is reading: each weight is used once for each token and never again.
-# A weight is spread over all lanes, meets its input of every token, and is added to the sums. No vector
-# must be added up at the end, and sixteen rows of the weight keep sixteen registers of sums busy. While they
-# do, the next sixteen rows are on their way: for every two inputs that pass, memory is asked for
-# thirty-two numbers of what lies behind, so that all of it is asked for when the loop ends. A `tile` is
+# With few tokens a product is reading: each weight is used once for each token and never again. It must
+# come from memory, become 32 bits wide if it is 16, meet its input of every token, and be added up. Which way
+# round? One token has one way: a vector of inputs, sixteen at a time, meets a vector of a weight's row, and
+# at the end the sixteen sums are added. Eight tokens can do the same, and use every vector of weights eight
+# times once it is there. With three rows that makes twenty-four sums, and a processor with thirty-two registers keeps
+# them all. While they grow, the next rows are on their way: as much as is read is asked for, further on.
+
+
+# %% export="vectors.py"
+@intrinsic(prefer_literal=True)
+def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> Any:
+    """out[first + r, t] = rows[first + r] * x[t]; `shape` is (rows, tokens, wide)."""
+    many, tokens, wide = (each.literal_value for each in shape)
+    bits = rows.dtype.bitwidth
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        weight, start, inputs, told, _ = given
+        index, b = writer.index, writer.builder
+        later, none = b.add(start, index(many)), writer.zero(wide)
+        places = [b.add(start, index(r)) for r in range(many)]
+        sums = [
+            [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
+        ]
+        end = b.extract_value(writer.array(rows, weight).shape, 1)
+        with cgutils.for_range_slice(b, index(0), end, index(wide), inc=True) as (i, _):
+            some = [writer.address(rows, weight, place, i) for place in places]
+            weights = [writer.load(at, bits, wide) for at in some]
+            for t in range(tokens):
+                taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
+                for own, row in zip(weights, sums, strict=True):
+                    b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
+            for k in range(0, many * wide, 512 // bits):
+                j = b.add(b.mul(i, index(many)), index(k))
+                writer.ask(writer.address(rows, weight, later, j))
+        for place, row in zip(places, sums, strict=True):
+            at = writer.address(out, told, place, index(0))
+            writer.store(writer.sums([b.load(total) for total in row]), at)
+
+    i = types.intp
+    return written(types.void, [rows, i, x, out, shape], write)
+
+
+dots = cast(Any, _dots)
+
+
+# %% [markdown]
+# From sixteen tokens on, lanes are better: a weight is spread over all lanes, meets its input of sixteen
+# tokens, and no vector must be added up at the end. Sixteen rows keep sixteen registers of sums busy. A `tile` is
 # this loop. In NumPy it would be one line:
 #
 # `out[place:][:16, lane:][:, :lanes] = rows[first:][:16] @ columns[:, lane:][:, :lanes]`
@@ -804,24 +1049,26 @@ def _tile(
     row: Any,
     shape: Any,
 ) -> Any:
-    """`shape` is (rows, lanes); memory brings `coming` from `row` on, on and on."""
-    many, lanes = (each.literal_value for each in shape)
+    """`shape` is (rows, lanes, turned): turned, a weight's rows are its columns.
+
+    Memory brings `coming` from `row` on, on and on.
+    """
+    many, lanes, turned = (each.literal_value for each in shape)
     bits = coming.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         w, start, x, at_lane, told, to, later, next_row, _ = given
         index, b = writer.index, writer.builder
-        inputs = b.extract_value(writer.array(rows, w).shape, 1)
+        inputs = b.extract_value(writer.array(rows, w).shape, 0 if turned else 1)
         none = writer.zero(lanes)
         totals = [cgutils.alloca_once_value(b, none) for _ in range(many)]
         with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
             for k in range(2):
-                at = writer.address(columns, x, b.add(i, index(k)), at_lane)
-                taken = writer.load(at, 32, lanes)
+                now = b.add(i, index(k))
+                taken = writer.load(writer.address(columns, x, now, at_lane), 32, lanes)
                 for r, total in enumerate(totals):
-                    at = writer.address(
-                        rows, w, b.add(start, index(r)), b.add(i, index(k))
-                    )
+                    place_of = [b.add(start, index(r)), now]
+                    at = writer.address(rows, w, *place_of[:: -1 if turned else 1])
                     weight = writer.spread(b.load(at), lanes)
                     b.store(writer.multiply_add(weight, taken, b.load(total)), total)
             for k in range(0, 2 * many, 512 // bits):
@@ -840,104 +1087,104 @@ tile = cast(Any, _tile)
 
 
 # %% [markdown]
-# Sixteen-bit rows are widened first, into a place that stays in the cache: in the loop it would be done
-# number by number. Float32 rows are taken where they are. One token has a kernel of its own, a vector
-# along the inputs, and widens what it reads as it reads it.
+# A tile takes single numbers, so sixteen-bit rows are widened first, into a place that stays in the cache.
+# Float32 rows are taken where they are.
 
 
 # %% export="kernels_numba.py"
-from minivllm.vectors import as_array, tile, widened
+from minivllm.vectors import as_array, dots, tile, widened
 
-WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
+
+
+def product_of_few(lanes: int) -> Callable[..., None]:
+    """A block of a product for few tokens, x [tokens, inputs]."""
+    rows = 4 if lanes == 1 else max(1, WIDE // 5)  # as many sums as registers hold
+    shape = (rows, lanes, WIDE)
+
+    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
+        last = min(len(weight), (block + 1) * BLOCK)
+        for at in range(block * BLOCK, last, rows):
+            dots(weight, min(at, last - rows), x, out, shape)
+
+    return multiply
+
+
+def product_of_many(lanes: int) -> Callable[..., None]:
+    """A block of a product for more, x [inputs, lanes]."""
+    shape = (ROWS, WIDE, 0)
+
+    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
+        num_outputs, num_inputs = weight.shape
+        room = np.empty((ROWS, num_inputs), np.float32)
+        for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
+            first = min(at, num_outputs - ROWS)  # the last: some of them again
+            rows, start = widened(weight, first, room)
+            for lane in range(0, lanes, WIDE):
+                tile(rows, start, x, lane, out, first, weight, first + ROWS, shape)
+
+    return multiply
 
 
 @cache
 def make_multiply(lanes: int) -> Callable[..., None]:
     """The product's kernel for so many tokens."""
-    if lanes == 1:
-        return multiply_one
-    wide = min(lanes, WIDE)
-    shape = (ROWS, wide)
+    few = lanes <= FEW
+    blocks = shared(product_of_few(lanes) if few else product_of_many(lanes))
 
     def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
-        num_outputs, num_inputs = weight.shape
-        for block in prange(-(-num_outputs // BLOCK)):
-            room = np.empty((ROWS, num_inputs), np.float32)
-            for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
-                first = min(at, num_outputs - ROWS)  # the last: some of them again
-                rows, start = widened(weight, first, room)
-                for lane in range(0, lanes, wide):
-                    coming = first + ROWS
-                    tile(rows, start, x, lane, out, first, weight, coming, shape)
+        given = x.T.copy() if few else x
+        blocks(-(-len(weight) // BLOCK), given, weight, out)
         for i in range(len(bias)):
             for lane in range(lanes):
                 out[i, lane] += bias[i, 0]
 
-    return compiled(multiply, parallel=has_threads())
-
-
-@partial(compiled, parallel=has_threads())
-def multiply_one(x: Any, weight: Any, bias: Any, out: Any) -> None:
-    """The same for one token: sums along the inputs, a multiple of 16."""
-    num_outputs, num_inputs = weight.shape
-    given = x.reshape((1, num_inputs))
-    for block in prange(-(-num_outputs // BLOCK)):
-        for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), 4):
-            first = min(at, num_outputs - 4)
-            a = b = c = d = zero(16)
-            for i in range(0, num_inputs, 16):
-                part = load(given, 0, i, 16)
-                a = fma(load(weight, first, i, 16), part, a)
-                b = fma(load(weight, first + 1, i, 16), part, b)
-                c = fma(load(weight, first + 2, i, 16), part, c)
-                d = fma(load(weight, first + 3, i, 16), part, d)
-                for k in range(0, 64, 64 // weight.itemsize):
-                    prefetch(weight, first + 4, 4 * i + k)
-            put_sum(out, first, 0, a)
-            put_sum(out, first + 1, 0, b)
-            put_sum(out, first + 2, 0, c)
-            put_sum(out, first + 3, 0, d)
-    for i in range(len(bias)):
-        out[i, 0] += bias[i, 0]
+    return compiled(multiply)
 
 
 # %% [markdown]
-# A tile is also what a shared run of pages asks for. Sixteen readers of one system prompt, three heads each that
-# share a key: 48 queries meet the same key, as 16 tokens meet the same weight. The keys of a run are the
-# rows of a weight, and a lane is a query. Then weights for each lane, and the values, turned around, are a
-# second weight. Keys are copied after all, but once for 48 queries, and a core takes one K/V head of a
-# run: there is enough in it.
+# A tile is also what many readers of one context ask for. Sixteen readers of one system prompt, or sixteen new tokens of one
+# prompt, three heads each that share a key: 48 queries meet the same key, as 16 tokens meet the same weight. The
+# keys of a run are the rows of a weight, and a lane is a query. Then come the weights of each lane, 0 where
+# a token would look at what comes after it, and the values are a second weight, turned around. Keys are
+# copied after all, but once for 48 queries, and a core takes one K/V head of a run: there is enough in it.
 
 
 # %% export="kernels_numba.py"
 @compiled
-def weigh_lanes(scores: Any, sums: Any) -> None:
-    """`weigh` for each column of scores [tokens, lanes]."""
+def weigh_lanes(scores: Any, seen: Any) -> Any:
+    """`weigh` for each column of scores [tokens, lanes], as far as it has `seen`."""
     largest = np.full(scores.shape[1], Float(-3.4e38), np.float32)
     total = np.zeros(scores.shape[1], np.float32)
     for i in range(len(scores)):
         for lane in range(scores.shape[1]):
-            largest[lane] = larger(largest[lane], scores[i, lane])
+            score = scores[i, lane] if i < seen[lane] else Float(-3.4e38)
+            largest[lane] = larger(largest[lane], score)
     for i in range(len(scores)):
         for lane in range(scores.shape[1]):
-            scores[i, lane] = exp(scores[i, lane] - largest[lane])
+            weight = exp(scores[i, lane] - largest[lane])
+            scores[i, lane] = weight if i < seen[lane] else Float(0)
             total[lane] += scores[i, lane]
+    for lane in range(scores.shape[1]):
+        largest[lane] += np.log(max(total[lane], Float(1e-30)))
+        total[lane] = Float(1) / max(total[lane], Float(1e-30))
     for i in range(len(scores)):
         for lane in range(scores.shape[1]):
-            scores[i, lane] /= total[lane]
-    for lane in range(scores.shape[1]):
-        sums[lane] = largest[lane] + np.log(total[lane])
+            scores[i, lane] *= total[lane]
+    return largest
 
 
 @cache
 def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
-    """The kernel for runs of pages that several rows read."""
-    multiply_tiles, scale = make_tiles(WIDE), Float(1 / math.sqrt(head_dim))
-    gather, deep = make_gather(head_dim), -(-head_dim // ROWS) * ROWS
+    """The kernel for what several tokens read: a run, one K/V head of it at a time."""
+    multiply_tiles, scale = make_tiles(WIDE, 0), Float(1 / math.sqrt(head_dim))
+    average_tiles, gather = make_tiles(WIDE, 1), make_gather(head_dim)
+    deep = -(-head_dim // ROWS) * ROWS
 
     def attend_together(
+        job: Any,
         heads: Any,
         keys: Any,
         values: Any,
@@ -946,40 +1193,46 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         readers: Any,
         found: Any,
         sums: Any,
+        ends: Any,
+        out: Any,
     ) -> None:
-        """As `attend`, with a result for each reader of a run."""
+        """As `attend`, for the readers of a run; into `out` if they read no more."""
         num_kv_heads = keys.shape[1] // head_dim
-        for job in prange(len(runs) * num_kv_heads):
-            kv = job % num_kv_heads
-            start, end, first, last = runs[job // num_kv_heads]
-            slots = tables[readers[first], start:end]
-            rows = -(-len(slots) // ROWS) * ROWS
-            lanes = -(-(last - first) * group // WIDE) * WIDE
-            asked = np.zeros((deep, lanes), np.float32)
-            for reader in range(first, last):
-                for g in range(group):
-                    lane, head = (reader - first) * group + g, kv * group + g
+        kv = job % num_kv_heads
+        table, start, end, first, last = runs[job // num_kv_heads]
+        slots, some = tables[table, start:end], readers[first:last]
+        rows = -(-len(slots) // ROWS) * ROWS
+        lanes = -(-len(some) * group // WIDE) * WIDE
+        asked, seen = np.zeros((deep, lanes), np.float32), np.zeros(lanes, np.int32)
+        for g in range(group):
+            for j in range(head_dim):
+                row = (kv * group + g) * head_dim + j
+                for i in range(len(some)):
+                    asked[j, g * len(some) + i] = heads[row, some[i, 0]] * scale
+            for i in range(len(some)):
+                seen[g * len(some) + i] = min(some[i, 1], end) - start
+        known = np.zeros((rows, deep), np.float32)
+        gather(keys, slots, kv * head_dim, known)
+        scores = np.empty((rows, lanes), np.float32)
+        multiply_tiles(known, asked, scores)
+        logs = weigh_lanes(scores, seen)
+        gather(values, slots, kv * head_dim, known)
+        average_tiles(known, scores, asked)
+        token = some[0, 0]
+        alone = ends[token] - (ends[token - 1] if token else 0) == 1
+        for g in range(group):
+            head, lane = kv * group + g, g * len(some)
+            if alone:
+                for j in range(head_dim):
+                    for i in range(len(some)):
+                        out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
+            else:
+                for i in range(len(some)):
+                    sums[first + i, head] = logs[lane + i]
                     for j in range(head_dim):
-                        query = heads[head * head_dim + j, readers[reader]]
-                        asked[j, lane] = query * scale
-            known = np.zeros((rows, deep), np.float32)
-            gather(keys, slots, kv * head_dim, known)
-            scores = np.empty((rows, lanes), np.float32)
-            multiply_tiles(known, asked, scores)
-            logs = np.empty(lanes, np.float32)
-            weigh_lanes(scores[: len(slots)], logs)
-            scores[len(slots) :] = Float(0)
-            gather(values, slots, kv * head_dim, known)
-            average = np.empty((deep, lanes), np.float32)
-            multiply_tiles(known.T.copy(), scores, average)
-            for reader in range(first, last):
-                for g in range(group):
-                    lane, head = (reader - first) * group + g, kv * group + g
-                    sums[reader, head] = logs[lane]
-                    for j in range(head_dim):
-                        found[reader, head, j] = average[j, lane]
+                        found[first + i, head, j] = asked[j, lane + i]
 
-    return compiled(attend_together, parallel=has_threads())
+    return shared(attend_together)
 
 
 @cache
@@ -997,43 +1250,48 @@ def make_gather(head_dim: int) -> Callable[..., None]:
 
 
 @cache
-def make_tiles(wide: int) -> Callable[..., None]:
-    """A product of small arrays, on one core."""
-    shape = (ROWS, wide)
+def make_tiles(wide: int, turned: int) -> Callable[..., None]:
+    """A product of small arrays, on one core: weight, or weight turned, times x."""
+    shape = (ROWS, wide, turned)
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        for row in range(0, len(weight), ROWS):
+        for row in range(0, len(out), ROWS):
             for lane in range(0, x.shape[1], wide):
-                tile(weight, row, x, lane, out, row, weight, row + ROWS, shape)
+                tile(weight, row, x, lane, out, row, weight, row, shape)
 
     return compiled(multiply_tiles)
 
 
 # %% [markdown]
-# In the end the pieces of a row are put together, each by its share of the whole sum.
+# In the end the pieces of a token are put together, each by its share of the whole sum. A prompt's token that
+# has read all in one run needs none of that: the run has written its result.
 
 
 # %% export="kernels_numba.py"
-@partial(compiled, parallel=has_threads())
-def merge(found: Any, sums: Any, order: Any, ends: Any, out: Any) -> None:
-    """out [heads * head_dim, lanes]: averages of each row's pieces, by their sums."""
+@shared
+def merge(
+    head: Any, found: Any, sums: Any, merged: Any, order: Any, ends: Any, out: Any
+) -> None:
+    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums."""
     head_dim = found.shape[2]
-    for row in prange(len(ends)):
-        pieces = order[ends[row - 1] if row else 0 : ends[row]]
-        for head in range(found.shape[1]):
-            weights = sums[pieces, head]
-            weigh(weights)
+    for lane in merged:
+        pieces = order[ends[lane - 1] if lane else 0 : ends[lane]]
+        weights = sums[pieces, head]
+        weigh(weights)
+        total = np.zeros(head_dim, np.float32)
+        for k in range(len(pieces)):
+            part = found[pieces[k], head]
             for j in range(head_dim):
-                total = Float(0)
-                for k in range(len(pieces)):
-                    total += weights[k] * found[pieces[k], head, j]
-                out[head * head_dim + j, row] = total
+                total[j] += weights[k] * part[j]
+        for j in range(head_dim):
+            out[head * head_dim + j, lane] = total[j]
 
 
 # %% [markdown]
-# A prompt of 512 tokens is the other case: each weight is used 512 times, and what counts is
+# With a prompt of 512 tokens each weight is used 512 times, and what counts is
 # arithmetic. That is PyTorch's float32 product, for either format: 16-bit weights are
 # widened first, layer by layer. Both ways take the weights as the checkpoint has them, so there is one copy.
+# And both know the lanes: weight times [inputs, lanes] is a product of two matrices.
 
 
 # %% export="kernels_numba.py"
@@ -1044,46 +1302,63 @@ class ReadProduct:
     """x -> x times weight, plus bias: read once for few tokens, PyTorch's for many."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        added = NO_BIAS if bias is None else bias.float()[:, None].numpy()
-        self.arrays = as_array(weight), added
-        self._room: dict[int, Tensor] = {}  # new memory is slow at first touch
+        self.weight, self.rows = weight, as_array(weight)
+        self.bias = NO_BIAS if bias is None else bias.float()[:, None].numpy()
+        self._room: dict[int, Any] = {}  # new memory is slow at first touch
+
+    def into(self, x: Any, out: Any, num_tokens: int) -> None:
+        """Arrays [inputs, lanes] -> [outputs, lanes]."""
+        if num_tokens > MOST:
+            given, told = (torch.from_numpy(each)[:, :num_tokens] for each in (x, out))
+            torch.mm(self.weight.float(), given, out=told)
+            if len(self.bias):
+                told += torch.from_numpy(self.bias)
+        else:
+            make_multiply(x.shape[1])(x, self.rows, self.bias, out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
         if len(x) > MOST:
-            bias = None if self.bias is None else self.bias.float()
+            bias = torch.from_numpy(self.bias[:, 0]) if len(self.bias) else None
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
         lanes = lanes_for(len(x))
         if lanes not in self._room:
-            self._room[lanes] = torch.empty(len(self.weight), lanes)
-        out = self._room[lanes].numpy()
-        make_multiply(lanes)(as_lanes(x, lanes).numpy(), *self.arrays, out)
-        told = x.new_empty(len(x), len(self.weight))
-        turn(out, as_array(told))
-        return told
+            self._room[lanes] = np.empty((len(self.weight), lanes), np.float32)
+        out = self._room[lanes]
+        self.into(as_lanes(x), out, len(x))
+        return as_rows(out, x.new_empty(len(x), len(self.weight)))
 
 
-@partial(compiled, parallel=has_threads())
-def turn(columns: Any, out: Any) -> None:
+def as_rows(columns: Any, out: Tensor) -> Tensor:
+    """The first lanes of [features, lanes] -> [tokens, features]."""
+    turn(-(-len(columns) // BLOCK), columns, as_array(out))
+    return out
+
+
+@shared
+def turn(block: Any, columns: Any, out: Any) -> None:
     """[outputs, lanes] -> [tokens, outputs], in the format of the result."""
-    for block in prange(-(-len(columns) // BLOCK)):
-        first = max(0, block * BLOCK)
-        for i in range(first, min(len(columns), first + BLOCK)):
-            for lane in range(len(out)):
-                put(out, lane, i, columns[i, lane])
+    for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
+        for lane in range(len(out)):
+            put(out, lane, i, columns[i, lane])
 
 
 def lanes_for(num_tokens: int) -> int:
-    """How many lanes so many tokens take."""
+    """How many lanes so many tokens take.
+
+    Many take an odd number of vectors: columns whose numbers lie a power of two apart
+    would all want the same few places of a cache.
+    """
+    if num_tokens > MOST:
+        return (-(-num_tokens // 16) | 1) * 16
     return 1 if num_tokens == 1 else next(n for n in (8, 16, 32) if n >= num_tokens)
 
 
-def as_lanes(x: Tensor, lanes: int) -> Tensor:
+def as_lanes(x: Tensor) -> Any:
     """[tokens, features] -> float32 [features, lanes]; lanes left over are 0."""
-    out = torch.zeros(x.shape[1], lanes)
+    out = torch.zeros(x.shape[1], lanes_for(len(x)))
     out[:, : len(x)] = x.t()
-    return out
+    return out.numpy()
 
 
 def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -1098,49 +1373,70 @@ def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
 # ## A layer of kernels
 #
 # What is left for Python is to call them in order, some twelve calls a layer. Between two products no
-# tensor is made: all kernels of a step write to the same arrays, layer after layer.
+# tensor is made: all kernels of a step write to the same arrays, layer after layer. Behind the last
+# attention most tokens of a prompt have done their part, which was to leave keys and values, and the lanes of
+# those that nobody asks for are dropped.
 
 
 # %% export="kernels_numba.py"
-@compiled
-def write(heads: Any, first: int, slots: Any, keys: Any, values: Any) -> None:
+@by_lanes
+def write(
+    part: Any, span: Any, heads: Any, first: Any, slots: Any, keys: Any, values: Any
+) -> None:
     """Store each lane's key and value, rows of `heads` from `first` on, in its slot."""
     width = keys.shape[1]
-    for lane in range(len(slots)):
+    for lane in range(part * span, min((part + 1) * span, len(slots))):
         for j in range(width):
             put(keys, slots[lane], j, heads[first + j, lane])
             put(values, slots[lane], j, heads[first + width + j, lane])
 
 
+@dataclass
+class Room:
+    """Arrays [features, lanes] of a step; each layer writes over the one before."""
+
+    num_tokens: int
+    stream: Any
+    delta: Any  # not yet added to the stream
+    normal: Any
+    heads: Any
+    seen: Any
+    both: Any
+    inner: Any
+
+
 class CompiledLayers:
-    """Runs the layers of a decode step by kernels, others as chapter 5 does."""
+    """Runs layers by kernels if their weights are for them, or as chapter 5 does."""
 
     def __init__(self) -> None:
-        self._weights: Kept[Layer, tuple[Any, ...] | None] = Kept()
-        self._memory: Kept[PagedAttention, tuple[Any, Any]] = Kept()
+        # of all layers, kept by the first of them
+        self._weights: Kept[Layer, list[tuple[Any, ...] | None]] = Kept()
+        self._memory: Kept[PagedAttention, list[tuple[Any, ...]]] = Kept()
         # attributes, so that chapter 15 can time them
         self.add_norm: Any = add_norm
         self.rotate: Any = rotate
         self.gate: Any = gate
 
-    def multiply(self, x: Any, arrays: tuple[Any, Any], out: Any) -> None:
-        """out = the weight in `arrays` times x, plus its bias."""
-        make_multiply(x.shape[1])(x, *arrays, out)
+    def multiply(self, product: ReadProduct, x: Any, out: Any, num_tokens: int) -> None:
+        """out = a weight times x, plus its bias."""
+        product.into(x, out, num_tokens)
 
     def attend(
-        self, heads: Any, memory: Any, plan: DecodePlan, room: Any, out: Any
+        self, heads: Any, memory: Any, plan: StepPlan, found: Any, out: Any
     ) -> None:
         """Store each lane's key and value; out: what it finds in its context."""
         write(heads, len(out), plan.slots, *memory)
-        found, sums = room
-        head_dim, own = found.shape[2], len(plan.pieces)
-        shape = (head_dim, found.shape[1] * head_dim // memory[0].shape[1])
-        given = (heads, *memory, plan.tables)
-        make_attend(*shape)(*given, plan.pieces, found, sums)
-        if len(plan.runs):
-            together = make_attend_together(*shape)
-            together(*given, plan.runs, plan.readers, found[own:], sums[own:])
-        merge(found, sums, plan.order, plan.ends, out)
+        averages, sums = found
+        (_, num_heads, head_dim), own = averages.shape, len(plan.pieces)
+        num_kv_heads = memory[0].shape[1] // head_dim
+        shape, given = (head_dim, num_heads // num_kv_heads), (*memory, plan.tables)
+        make_attend(*shape)(own, heads, *given, plan.pieces, averages, sums)
+        if number := num_kv_heads * len(plan.runs):
+            runs = (plan.runs, plan.readers, averages[own:], sums[own:], plan.ends, out)
+            make_attend_together(*shape)(number, heads, *given, *runs)
+        if len(plan.merged):
+            merged = (plan.merged, plan.order, plan.ends)
+            merge(num_heads, averages, sums, *merged, out)
 
     def __call__(
         self,
@@ -1149,55 +1445,60 @@ class CompiledLayers:
         memory: Sequence[PagedAttention],
         plan: Plan,
         angles: Tensor,
+        rows: Tensor,
     ) -> Tensor:
         """What `run_layers` gives."""
-        weights = [self._weights_of(layer) for layer in layers]
-        if not isinstance(plan, DecodePlan) or None in weights:
-            return run_layers(layers, x, memory, plan, angles)
-        lanes = lanes_for(len(x))
-        stream = as_lanes(x, lanes).numpy()
-        delta, room = np.zeros_like(stream), make_room(layers[0], plan, lanes)
-        turns = [as_lanes(turn, lanes).numpy() for turn in (angles.cos(), angles.sin())]
-        for own, layer_memory in zip(weights, memory, strict=True):
-            kept = self._memory_of(layer_memory)
-            self._layer(stream, delta, own, kept, plan, turns, room)
-        return torch.from_numpy(stream + delta)[:, : len(x)].t().to(x.dtype)
+        weights = self._weights_of(layers)
+        if not isinstance(plan, StepPlan) or None in weights:
+            return run_layers(layers, x, memory, plan, angles, rows)
+        room, found = make_room(layers[0], x), make_found(layers[0], plan)
+        turns = as_lanes(angles.cos()), as_lanes(angles.sin())
+        for own, kept in zip(weights, self._memory_of(memory), strict=True):
+            self._attention(room, own, kept, plan, turns, found)
+            if own is weights[-1] and len(rows) < len(x):
+                room = narrowed(room, layers[-1], rows)
+            self._mlp(room, own)
+        room.stream += room.delta
+        return as_rows(room.stream, x.new_empty(len(rows), x.shape[1]))
 
-    def _layer(
+    def _attention(
         self,
-        x: Any,
-        delta: Any,
+        room: Room,
         weights: Any,
         memory: Any,
-        plan: DecodePlan,
+        plan: StepPlan,
         turns: Any,
-        room: Any,
+        found: Any,
     ) -> None:
-        """Add delta to the stream x [hidden, lanes]; delta = what the layer leaves."""
-        norm, qkv, head_norm, output, second_norm, gate_and_up, down = weights
-        normal, heads, seen, both, inner, found = room
-        self.add_norm(x, delta, *norm, normal)
-        self.multiply(normal, qkv, heads)
+        """seen = what attention finds."""
+        norm, qkv, head_norm, *_ = weights
+        self.add_norm(room.stream, room.delta, *norm, room.normal)
+        self.multiply(qkv, room.normal, room.heads, room.num_tokens)
         if head_norm is not None:
-            norm_heads(heads, head_norm[0], head_norm[1], found[0].shape[2])
-        self.rotate(heads, len(seen) + memory[0].shape[1], *turns)
-        self.attend(heads, memory, plan, found, seen)
-        self.multiply(seen, output, delta)
-        self.add_norm(x, delta, *second_norm, normal)
-        self.multiply(normal, gate_and_up, both)
-        self.gate(both, inner)
-        self.multiply(inner, down, delta)
+            norm_heads(room.heads, *head_norm, found[0].shape[2])
+        self.rotate(room.heads, len(room.seen) + memory[0].shape[1], *turns)
+        self.attend(room.heads, memory, plan, found, room.seen)
 
-    def _weights_of(self, layer: Layer) -> tuple[Any, ...] | None:
-        if layer not in self._weights:
-            self._weights[layer] = weights_of(layer)
-        return self._weights[layer]
+    def _mlp(self, room: Room, weights: Any) -> None:
+        """Add it to the stream; delta = what the MLP makes of it."""
+        *_, output, norm, gate_and_up, down = weights
+        self.multiply(output, room.seen, room.delta, room.num_tokens)
+        self.add_norm(room.stream, room.delta, *norm, room.normal)
+        self.multiply(gate_and_up, room.normal, room.both, room.num_tokens)
+        self.gate(room.both, room.inner)
+        self.multiply(down, room.inner, room.delta, room.num_tokens)
 
-    def _memory_of(self, memory: PagedAttention) -> tuple[Any, Any]:
-        if memory not in self._memory:
-            arrays = [as_array(x.flatten(1)) for x in (memory.keys, memory.values)]
-            self._memory[memory] = (arrays[0], arrays[1])
-        return self._memory[memory]
+    def _weights_of(self, layers: Sequence[Layer]) -> list[tuple[Any, ...] | None]:
+        if layers[0] not in self._weights:
+            self._weights[layers[0]] = [weights_of(layer) for layer in layers]
+        return self._weights[layers[0]]
+
+    def _memory_of(self, memory: Sequence[PagedAttention]) -> list[tuple[Any, ...]]:
+        if memory[0] not in self._memory:
+            pairs = [(each.keys, each.values) for each in memory]
+            arrays = [tuple(as_array(x.flatten(1)) for x in pair) for pair in pairs]
+            self._memory[memory[0]] = arrays
+        return self._memory[memory[0]]
 
 
 def weights_of(layer: Layer) -> tuple[Any, ...] | None:
@@ -1207,7 +1508,7 @@ def weights_of(layer: Layer) -> tuple[Any, ...] | None:
     products = [part.multiply for part in parts]
     if not all(isinstance(product, ReadProduct) for product in products):
         return None
-    qkv, output, gate_and_up, down = (cast(Any, each).arrays for each in products)
+    qkv, output, gate_and_up, down = products
     norm = norm_of((layer.input_layernorm, 1))
     second = norm_of((layer.post_attention_layernorm, 1))
     head_norm, (num_heads, num_kv_heads) = None, attention.heads
@@ -1224,22 +1525,37 @@ def norm_of(*norms: tuple[RMSNorm, int]) -> tuple[Any, Any]:
     return torch.cat(weights)[:, None].numpy(), Float(norms[0][0].eps)
 
 
-def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
-    """Arrays for what a layer computes on its way; the next one writes over them.
+def make_room(layer: Layer, x: Tensor) -> Room:
+    """Room for a stream x [tokens, hidden].
 
     All 0: what lies in lanes without a token may be too small for normal floats, and a
     processor takes a hundred times as long for those.
     """
-    attention, mlp = layer.self_attn, layer.mlp
-    num_heads, num_pieces = attention.heads[0], len(plan.order)
-    hidden = layer.input_layernorm.weight.numel()
-    products = (attention.qkv, mlp.gate_and_up)
-    heads, both = (len(cast(Any, each.multiply).weight) for each in products)
-    seen = num_heads * attention.head_dim
-    found = np.empty((num_pieces, num_heads, attention.head_dim), np.float32)
-    pieces = (found, np.empty((num_pieces, num_heads), np.float32))
-    rows = (hidden, heads, seen, both, both // 2)
-    return (*(np.zeros((n, lanes), np.float32) for n in rows), pieces)
+    attention, lanes = layer.self_attn, lanes_for(len(x))
+    seen = attention.heads[0] * attention.head_dim
+    heads, both = (
+        len(cast(Any, each.multiply).weight)
+        for each in (attention.qkv, layer.mlp.gate_and_up)
+    )
+    rows = (x.shape[1], x.shape[1], heads, seen, both, both // 2)
+    return Room(len(x), as_lanes(x), *(np.zeros((n, lanes), np.float32) for n in rows))
+
+
+def narrowed(room: Room, layer: Layer, rows: Tensor) -> Room:
+    """Room for some tokens only, with their part of the stream and of what was seen."""
+    stream, seen = (
+        torch.from_numpy(each).t()[rows] for each in (room.stream, room.seen)
+    )
+    less = make_room(layer, stream)
+    less.seen = as_lanes(seen)
+    return less
+
+
+def make_found(layer: Layer, plan: StepPlan) -> tuple[Any, Any]:
+    """Averages [pieces, heads, head_dim], and sums [pieces, heads]."""
+    num_heads = layer.self_attn.heads[0]
+    averages = (len(plan.order), num_heads, layer.self_attn.head_dim)
+    return np.empty(averages, np.float32), np.empty(averages[:2], np.float32)
 
 
 # %% [markdown]
@@ -1252,15 +1568,14 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """The kernels, if they know the device and the format. Raises `ValueError`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("these kernels are for float32 and bfloat16 on a CPU")
-    numba.set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))
     return Backend(CompiledLayers(), arrange, read_product)
 
 
 # %% [markdown]
 # ## The same numbers?
 #
-# Both ways compute two prompts, which is chapter 5's work either way, and then a decode step of three requests,
-# one of which goes on from another's pages. In float32 the logits must agree as well as any two orders of adding do. In bfloat16 they
+# Both ways compute two prompts, and then a step in which two requests decode and a third goes on from another's
+# pages. In float32 the logits must agree as well as any two orders of adding do. In bfloat16 they
 # differ by more: PyTorch rounds every result to 8 bits of mantissa, and the kernels round what they store.
 
 # %% name="same"
@@ -1298,8 +1613,8 @@ for dtype, chosen in kernels.items():
         wanted, found = plain.logits(batch), fast.logits(batch)
         close = (wanted - found).abs().max() / wanted.abs().max()
         limit = 1e-5 if dtype == torch.float32 else 0.05
-        who = "chapter 5's layers" if batch is prompts else "kernels"
-        print(f"{str(dtype)[6:]}, {who}:", "equal" if close < limit else "DIFFERENT")
+        what = "prompts" if batch is prompts else "decodes"
+        print(f"{str(dtype)[6:]}, {what}:", "equal" if close < limit else "DIFFERENT")
 
 # %% [markdown]
 # ## The record
@@ -1401,8 +1716,8 @@ for (dtype, who, requests), parts in breakdowns.items():
 # kernels do not use. And fewer bytes would help everywhere: weights of 8 or 4
 # bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16
 # on a CPU; on a GPU the page table is followed by nobody
-# yet, and contexts are gathered. A step in which a prompt is computed beside decodes is chapter 5's. And the first
-# step after an installation waits some seconds for the compiler, once for each format and number of lanes.
+# yet, and contexts are gathered. And the first
+# step after an installation waits for the compiler, up to a quarter of a minute, once for each format and number of lanes.
 #
 # ## Exercises
 #
@@ -1425,10 +1740,10 @@ assert answer_1 == 24
 # %% tags=["solution"]
 from minivllm.kernels_numba import cut
 
-answer_2 = [end - start for start, end in cut(0, 193)]
+answer_2 = [end - start for start, end in cut(0, 193, 128)]
 
 # %%
-assert cut(0, 192) == [(0, 192)] and answer_2 == [128, 65]
+assert cut(0, 192, 128) == [(0, 192)] and answer_2 == [128, 65]
 
 # %% [markdown]
 # ### Exercise 3

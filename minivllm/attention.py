@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (df4f8231): edit the chapter.
+# Exported from chapters/05_model.py (683fa5c5): edit the chapter.
 """Attention that reads keys and values through page tables."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +19,35 @@ from minivllm.batch import Chunk
 class ChunkPlan:
     """Where one chunk finds its rows and its context.
 
-    `rows` are its rows in the flat batch, `context` the slots of all its tokens so far
-    [context], in `pages`. `mask` [new, context] is None for a single token, and for a
-    chunk that begins its prompt: there the first sees one, the second two, and so on.
+    `rows` are its rows in the flat batch. All its tokens so far are `length` many, and
+    lie in `pages`.
     """
 
     rows: slice
     pages: Sequence[int]
-    context: Tensor
-    mask: Tensor | None
+    page_size: int
+    length: int
+    device: torch.device
+
+    @cached_property
+    def context(self) -> Tensor:
+        """The slots of its tokens so far [length]."""
+        firsts = torch.tensor(self.pages, dtype=torch.long)[:, None] * self.page_size
+        slots = (firsts + torch.arange(self.page_size)).flatten()
+        return slots[: self.length].to(self.device)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """True where a new token may look, [new, length]: at everything up to itself.
+
+        None for a single token, and for a chunk that begins its prompt: there the first
+        sees one, the second two, and so on.
+        """
+        start = self.length - (self.rows.stop - self.rows.start)
+        if start in (0, self.length - 1):
+            return None
+        queries = torch.arange(start, self.length)[:, None]
+        return (torch.arange(self.length)[None, :] <= queries).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -74,36 +95,21 @@ def plan_batch(
         positions += range(chunk.start, chunk.end)
         write_slots += _write_slots(chunk, page_size, scratch_page)
         rows = slice(first, len(positions))
-        context = _context_slots(chunk, page_size, device)
-        mask = _causal_mask(chunk, device)
-        plans.append(ChunkPlan(rows, chunk.pages, context, mask))
+        plans.append(ChunkPlan(rows, chunk.pages, page_size, chunk.end, device))
     return Plan(_longs(positions, device), _longs(write_slots, device), plans)
 
 
 def _write_slots(chunk: Chunk, page_size: int, scratch_page: int) -> list[int]:
     """A slot for each new token: in its own page, or in scratch for a shared one."""
-    own = chunk.pages[chunk.num_shared :]
-    table = [*([scratch_page] * chunk.num_shared), *own]
-    new = range(chunk.start, chunk.end)
-    return [table[i // page_size] * page_size + i % page_size for i in new]
+    places = (divmod(i, page_size) for i in range(chunk.start, chunk.end))
+    return [
+        (scratch_page if i < chunk.num_shared else chunk.pages[i]) * page_size + j
+        for i, j in places
+    ]
 
 
 def _longs(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.long).to(device)
-
-
-def _context_slots(chunk: Chunk, page_size: int, device: torch.device) -> Tensor:
-    firsts = torch.tensor(chunk.pages, dtype=torch.long)[:, None] * page_size
-    slots = (firsts + torch.arange(page_size)).flatten()
-    return slots[: chunk.end].to(device)
-
-
-def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """True where a new token may look: at everything up to itself."""
-    if len(chunk.token_ids) == 1 or chunk.start == 0:
-        return None
-    queries = torch.arange(chunk.start, chunk.end)[:, None]
-    return (torch.arange(chunk.end)[None, :] <= queries).to(device)
 
 
 class PagedAttention:
@@ -183,7 +189,7 @@ def shared_runs(
     A run is (which tables, first page, end): an edge of the radix tree of the tables.
     An edge that would save too little stays a part of those below it.
     """
-    runs, todo = [], [(list(range(len(tables))), 0)]
+    runs, todo = [], [([*range(len(tables))], 0)] if tables else []
     while todo:
         members, start = todo.pop()
         some = [tables[i] for i in members]
@@ -226,7 +232,7 @@ def shared_reads(
     singles: Sequence[ChunkPlan], page_size: int, memory: Tensor
 ) -> tuple[list[Read], list[int]]:
     """A read for each shared run, and where each token's own context starts."""
-    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in singles]
+    tables = [tuple(c.pages[: (c.length - 1) // page_size]) for c in singles]
     starts, reads = [0] * len(singles), []
     for members, start, end in shared_runs(tables, page_size):
         run = singles[members[0]].context[start * page_size : end * page_size]

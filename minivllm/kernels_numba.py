@@ -1,111 +1,120 @@
-# Exported from chapters/19_kernels.py (ad86adee): edit the chapter.
-"""Kernels for a CPU, compiled by Numba: a decode step, layer by layer."""
+# Exported from chapters/19_kernels.py (c1c1e896): edit the chapter.
+"""Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import prange
 from torch import Tensor
 
-from minivllm.attention import (
-    ChunkPlan,
-    PagedAttention,
-    Plan,
-    read_together,
-    shared_runs,
-)
+from minivllm.attention import ChunkPlan, PagedAttention, Plan, shared_runs
 from minivllm.linear import Multiply, packed_product
 from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
 from minivllm.vectors import (
     Float,
     as_array,
+    average,
     compiled,
     config,
+    dots,
     exp,
-    fma,
-    has_threads,
     larger,
     load,
-    prefetch,
     put,
-    put_sum,
-    spread,
+    score,
+    shared,
     store,
     tile,
     widened,
-    zero,
 )
 
+WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+MOST = 32  # tokens: with more of them a product is work, and no longer reading
+SPAN = 128  # lanes that a core takes, where there are more
 
-@compiled
-def add_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
+
+def by_lanes(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel for all lanes of its first array; it gets those of one core's part."""
+    part = shared(kernel)
+
+    def run(*given: Any) -> None:
+        lanes = given[0].shape[1]
+        span = lanes if lanes <= MOST else SPAN
+        part(-(-lanes // span), span, *given)
+
+    return compiled(run)
+
+
+@by_lanes
+def add_norm(
+    part: Any, span: Any, x: Any, delta: Any, weight: Any, eps: Any, out: Any
+) -> None:
     """x += delta; out = x, normalised. All [hidden, lanes]; weight [hidden, 1]."""
-    sums = np.zeros(x.shape[1], np.float32)
+    first = part * span
+    sums = np.zeros(min(span, x.shape[1] - first), np.float32)
     for i in range(len(x)):
-        for lane in range(x.shape[1]):
-            x[i, lane] += delta[i, lane]
-            sums[lane] += x[i, lane] ** 2
+        stream, added = x[i, first : first + span], delta[i, first : first + span]
+        for lane in range(len(sums)):
+            stream[lane] += added[lane]
+            sums[lane] += stream[lane] ** 2
     scales = Float(1) / np.sqrt(sums / Float(len(x)) + eps)
     for i in range(len(x)):
-        for lane in range(x.shape[1]):
-            out[i, lane] = x[i, lane] * scales[lane] * weight[i, 0]
+        stream, normal = x[i, first : first + span], out[i, first : first + span]
+        for lane in range(len(scales)):
+            normal[lane] = stream[lane] * scales[lane] * weight[i, 0]
 
 
-@compiled
-def gate(both: Any, out: Any) -> None:
+@by_lanes
+def gate(part: Any, span: Any, both: Any, out: Any) -> None:
     """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
+    first, last = part * span, (part + 1) * span
     for i in range(len(out)):
-        for lane in range(out.shape[1]):
-            x = both[i, lane]
-            share = x / (Float(1) + exp(-x))
-            out[i, lane] = share * both[len(out) + i, lane]
+        gates, ups = both[i, first:last], both[len(out) + i, first:last]
+        told = out[i, first:last]
+        for lane in range(len(told)):
+            told[lane] = gates[lane] / (Float(1) + exp(-gates[lane])) * ups[lane]
 
 
-@compiled
-def norm_heads(heads: Any, weight: Any, eps: Any, head_dim: int) -> None:
+@by_lanes
+def norm_heads(
+    part: Any, span: Any, heads: Any, weight: Any, eps: Any, head_dim: int
+) -> None:
     """Normalise each head of rows [heads * head_dim, lanes], as many as weights."""
+    first, last = part * span, min((part + 1) * span, heads.shape[1])
     for start in range(0, len(weight), head_dim):
-        sums = np.zeros(heads.shape[1], np.float32)
+        sums = np.zeros(last - first, np.float32)
         for i in range(start, start + head_dim):
-            for lane in range(heads.shape[1]):
-                sums[lane] += heads[i, lane] ** 2
+            row = heads[i, first:last]
+            for lane in range(len(sums)):
+                sums[lane] += row[lane] ** 2
         scales = Float(1) / np.sqrt(sums / Float(head_dim) + eps)
         for i in range(start, start + head_dim):
-            for lane in range(heads.shape[1]):
-                heads[i, lane] *= scales[lane] * weight[i, 0]
+            row = heads[i, first:last]
+            for lane in range(len(scales)):
+                row[lane] *= scales[lane] * weight[i, 0]
 
 
-@compiled
-def rotate(heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
+@by_lanes
+def rotate(part: Any, span: Any, heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
     """Turn the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
-    half = len(cos)
+    first, last, half = part * span, (part + 1) * span, len(cos)
     for start in range(0, num_rows, 2 * half):
         for i in range(half):
-            for lane in range(cos.shape[1]):
-                a, b = heads[start + i, lane], heads[start + half + i, lane]
-                c, s = cos[i, lane], sin[i, lane]
-                heads[start + i, lane] = a * c - b * s
-                heads[start + half + i, lane] = b * c + a * s
-
-
-AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
-
-
-@compiled
-def ask_for(memory: Any, slot: Any) -> None:
-    """Let memory bring a slot's heads."""
-    for j in range(0, memory.shape[1], 64 // memory.itemsize):
-        prefetch(memory, slot, j)
+            left = heads[start + i, first:last]
+            right = heads[start + half + i, first:last]
+            c, s = cos[i, first:last], sin[i, first:last]
+            for lane in range(len(left)):
+                a, b = left[lane], right[lane]
+                left[lane] = a * c[lane] - b * s[lane]
+                right[lane] = b * c[lane] + a * s[lane]
 
 
 @compiled
@@ -123,47 +132,23 @@ def weigh(scores: Any) -> Any:
     return largest + np.log(total)
 
 
-@cache
-def make_reads(head_dim: int, group: int) -> tuple[Callable[..., None], ...]:
-    """Kernels that ask keys and add values up; `group` heads share one of each."""
-    lanes = math.gcd(head_dim, 16)
-
-    def score(asked: Any, keys: Any, slots: Any, scores: Any) -> None:
-        """scores[head, i] = asked[head] * the key in slots[i]."""
-        last = len(slots) - 1
-        for i in range(len(slots)):
-            ask_for(keys, slots[min(i + AHEAD, last)])
-            for head in range(len(scores)):
-                start, found = head // group * head_dim, zero(lanes)
-                for j in range(0, head_dim, lanes):
-                    key = load(keys, slots[i], start + j, lanes)
-                    found = fma(load(asked, head, j, lanes), key, found)
-                put_sum(scores, head, i, found)
-
-    def average(scores: Any, values: Any, slots: Any, out: Any) -> None:
-        """Add to out[head] the sum of scores[head, i] * the value in slots[i]."""
-        last = len(slots) - 1
-        for i in range(len(slots)):
-            ask_for(values, slots[min(i + AHEAD, last)])
-            for first in range(0, len(out), group):
-                start = first // group * head_dim
-                for j in range(0, head_dim, lanes):
-                    value = load(values, slots[i], start + j, lanes)
-                    for head in range(first, first + group):
-                        weight = spread(scores, head, i, lanes)
-                        sums = fma(weight, value, load(out, head, j, lanes))
-                        store(out, head, j, sums)
-
-    return compiled(score), compiled(average)
+def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
+    """Heads and slots at a time, as many sums as registers hold; head_dim; lanes."""
+    lanes, most = math.gcd(head_dim, WIDE), WIDE + WIDE // 2
+    fits = (n for n in range(group, 1, -1) if group % n == 0)
+    heads = next((n for n in fits if n * head_dim <= most * lanes), 1)
+    slots = next(n for n in (8, 4, 2, 1) if n <= lanes and n * heads <= most)
+    return heads, slots, head_dim, lanes
 
 
 @cache
 def make_attend(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for one shape of heads: loops of known length become registers."""
-    score, average = make_reads(head_dim, group)
-    scale = Float(1 / math.sqrt(head_dim))
+    shape, scale = shape_of_reads(head_dim, group), Float(1 / math.sqrt(head_dim))
+    heads_at_once, slots_at_once, *_ = shape
 
     def attend(
+        piece: Any,
         heads: Any,
         keys: Any,
         values: Any,
@@ -172,179 +157,219 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
         found: Any,
         sums: Any,
     ) -> None:
-        """What the queries find in their pieces; the logarithms of the sums of weights.
+        """What a query finds in a piece; the logarithms of the sums of weights.
 
         `heads` [any, lanes] begin with the queries; keys and values are [slots,
-        kv_heads * head_dim]; tables and pieces are a `DecodePlan`'s. The results go to
+        kv_heads * head_dim]; tables and pieces are a `StepPlan`'s. The results go to
         `found` [pieces, heads, head_dim] and `sums` [pieces, heads].
         """
         num_heads = found.shape[1]
-        for piece in prange(len(pieces)):
-            row, start, end = pieces[piece]
-            slots = tables[row, start:end]
-            asked = np.empty((num_heads, head_dim), np.float32)
-            for head in range(num_heads):
-                for j in range(head_dim):
-                    asked[head, j] = heads[head * head_dim + j, row] * scale
-            scores = np.empty((num_heads, end - start), np.float32)
-            score(asked, keys, slots, scores)
-            for head in range(num_heads):
-                sums[piece, head] = weigh(scores[head])
-            found[piece] = Float(0)
-            average(scores, values, slots, found[piece])
+        lane, table, start, end = pieces[piece]
+        slots = tables[table, start:end]
+        asked = np.empty((num_heads, head_dim), np.float32)
+        for head in range(num_heads):
+            for j in range(head_dim):
+                asked[head, j] = heads[head * head_dim + j, lane] * scale
+        scores = np.empty((num_heads, len(slots) + slots_at_once), np.float32)
+        for head in range(0, num_heads, heads_at_once):
+            column = head // group * head_dim
+            score(asked, head, keys, column, slots, scores, shape)
+            for h in range(head, head + heads_at_once):
+                sums[piece, h] = weigh(scores[h, : len(slots)])
+            average(scores, head, values, column, slots, found[piece], shape)
 
-    return compiled(attend, parallel=has_threads())
+    return shared(attend)
 
 
 PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
-MOST = 32  # tokens: with more of them a product is work, and no longer reading
+LONGER = 512  # the same, where many tokens read it
+READERS = 16  # new tokens of a prompt that read it together
 
 
-@dataclass(frozen=True)
-class DecodePlan(Plan):
-    """A plan of single tokens, which read their contexts piece by piece.
+@dataclass(frozen=True, kw_only=True)
+class StepPlan(Plan):
+    """A plan whose tokens read their contexts piece by piece. A lane is a token.
 
-    `slots` are those to write to; `tables` [rows, longest] those of each context.
-    `pieces` [pieces, 3] are (row, start, end). `runs` [runs, 4] are pieces that several
-    rows have in common: start, end, and where their `readers` begin and end; what each
-    finds counts as a further piece. Those of row i are `order[ends[i - 1] : ends[i]]`.
+    `slots` [tokens] are those to write to; `tables` [chunks, longest] those of each
+    context. `pieces` [pieces, 4] are for a single token: (lane, table, start, end).
+    `runs` [runs, 5] are for several: (table, start, end), and where their `readers`
+    begin and end. A reader (lane, end) sees the context up to its own end, and what it
+    finds counts as a further piece. Those of lane i are `order[ends[i - 1] : ends[i]]`,
+    and are merged, unless all that it reads is one run.
     """
 
-    slots: Any = None
-    tables: Any = None
-    pieces: Any = None
-    runs: Any = None
-    readers: Any = None
-    order: Any = None
-    ends: Any = None
+    slots: Any
+    tables: Any
+    pieces: Any
+    runs: Any
+    readers: Any
+    order: Any
+    ends: Any
+    merged: Any
 
 
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
-    """Cut the contexts of a decode step into pieces; those that are shared, once."""
-    chunks = plan.chunks
-    if len(chunks) > MOST or len(chunks) < len(plan.positions):
-        return read_together(plan, page_size, memory)
-    tables = np.zeros((len(chunks), max(len(c.context) for c in chunks)), np.int64)
-    for table, chunk in zip(tables, chunks, strict=True):
-        table[: len(chunk.context)] = chunk.context.numpy()
-    runs, readers, starts = find_runs(chunks, page_size)
-    parts = zip(starts, chunks, strict=True)
+    """Cut the contexts of a step into pieces; those that are shared, once."""
+    tables = slot_tables(plan.chunks, page_size)
+    singles = [(i, c) for i, c in enumerate(plan.chunks) if is_single(c)]
+    runs, readers, starts = find_runs(singles, page_size)
     pieces = [
-        (i, *piece)
-        for i, (s, c) in enumerate(parts)
-        for piece in cut(s, len(c.context))
+        (chunk.rows.start, table, *piece)
+        for (table, chunk), start in zip(singles, starts, strict=True)
+        for piece in cut(start, chunk.length, PIECE)
     ]
-    owners = np.array([row for row, *_ in pieces] + readers)
-    order = np.argsort(owners, kind="stable")
-    whole = (plan.positions, plan.write_slots, chunks, (), plan.write_slots.numpy())
-    shared = np.array(runs).reshape(-1, 4), np.array(readers, np.int64)
-    ends = np.bincount(owners).cumsum()
-    return DecodePlan(*whole, tables, np.array(pieces), *shared, order, ends)
+    for table, chunk in enumerate(plan.chunks):
+        if not is_single(chunk):
+            add_chunk(chunk, table, runs, readers)
+    owners = np.array([lane for lane, *_ in [*pieces, *readers]])
+    counts = np.bincount(owners)
+    counts[[lane for lane, *_ in pieces]] += 1  # these are never alone
+    return StepPlan(
+        *(plan.positions, plan.write_slots, plan.chunks),
+        slots=plan.write_slots.numpy(),
+        tables=tables,
+        pieces=np.array(pieces, np.int64).reshape(-1, 4),
+        runs=np.array(runs, np.int64).reshape(-1, 5),
+        readers=np.array(readers, np.int64).reshape(-1, 2),
+        order=np.argsort(owners, kind="stable"),
+        ends=np.bincount(owners).cumsum(),
+        merged=np.flatnonzero(counts > 1),
+    )
+
+
+def is_single(chunk: ChunkPlan) -> bool:
+    """Whether it is one token only."""
+    return bool(chunk.rows.stop - chunk.rows.start == 1)
+
+
+def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
+    """The slots of each context, [chunks, longest]; what lies behind one is page 0."""
+    num_pages = [-(-chunk.length // page_size) for chunk in chunks]
+    pages = np.zeros((len(chunks), max(num_pages)), np.int64)
+    for row, number, chunk in zip(pages, num_pages, chunks, strict=True):
+        row[:number] = chunk.pages[:number]
+    slots = pages[:, :, None] * page_size + np.arange(page_size)
+    return slots.reshape(len(chunks), -1)
+
+
+Numbers = list[tuple[int, ...]]
 
 
 def find_runs(
-    chunks: Sequence[ChunkPlan], page_size: int
-) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Runs and readers, as in a `DecodePlan`, and where each own context starts."""
-    tables = [tuple(c.pages[: (len(c.context) - 1) // page_size]) for c in chunks]
-    readers, starts = list[int](), [0] * len(chunks)
-    runs: list[tuple[int, ...]] = []
+    singles: Sequence[tuple[int, ChunkPlan]], page_size: int
+) -> tuple[Numbers, Numbers, list[int]]:
+    """Shared runs and their readers; where each own context starts."""
+    tables = [tuple(c.pages[: (c.length - 1) // page_size]) for _, c in singles]
+    runs, readers, starts = Numbers(), Numbers(), [0] * len(singles)
     for members, first, last in shared_runs(tables, page_size):
-        for start, end in cut(first * page_size, last * page_size):
-            runs.append((start, end, len(readers), len(readers) + len(members)))
-            readers += members
-        for row in members:
-            starts[row] = last * page_size
+        table = singles[members[0]][0]
+        for piece in cut(first * page_size, last * page_size, PIECE):
+            runs.append((table, *piece, len(readers), len(readers) + len(members)))
+            some = [singles[i][1] for i in members]
+            readers += [(chunk.rows.start, chunk.length) for chunk in some]
+        for i in members:
+            starts[i] = last * page_size
     return runs, readers, starts
 
 
-def cut(start: int, end: int) -> list[tuple[int, int]]:
+def add_chunk(chunk: ChunkPlan, table: int, runs: Numbers, readers: Numbers) -> None:
+    """Runs for the new tokens of a prompt, some at a time: all up to their last."""
+    behind = chunk.length - chunk.rows.stop  # of a lane's position
+    for lane in range(chunk.rows.start, chunk.rows.stop, READERS):
+        lanes = range(lane, min(lane + READERS, chunk.rows.stop))
+        for piece in cut(0, lanes[-1] + behind + 1, LONGER):
+            runs.append((table, *piece, len(readers), len(readers) + len(lanes)))
+            readers += [(i, i + behind + 1) for i in lanes]
+
+
+def cut(start: int, end: int, size: int) -> list[tuple[int, int]]:
     """The pieces of a context from `start`; the last of several is not very short."""
-    cuts = [start, *range(start + PIECE, end - PIECE // 2, PIECE), end]
+    cuts = [start, *range(start + size, end - size // 2, size), end]
     return list(pairwise(cuts))
 
 
-WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
+
+
+def product_of_few(lanes: int) -> Callable[..., None]:
+    """A block of a product for few tokens, x [tokens, inputs]."""
+    rows = 4 if lanes == 1 else max(1, WIDE // 5)  # as many sums as registers hold
+    shape = (rows, lanes, WIDE)
+
+    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
+        last = min(len(weight), (block + 1) * BLOCK)
+        for at in range(block * BLOCK, last, rows):
+            dots(weight, min(at, last - rows), x, out, shape)
+
+    return multiply
+
+
+def product_of_many(lanes: int) -> Callable[..., None]:
+    """A block of a product for more, x [inputs, lanes]."""
+    shape = (ROWS, WIDE, 0)
+
+    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
+        num_outputs, num_inputs = weight.shape
+        room = np.empty((ROWS, num_inputs), np.float32)
+        for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
+            first = min(at, num_outputs - ROWS)  # the last: some of them again
+            rows, start = widened(weight, first, room)
+            for lane in range(0, lanes, WIDE):
+                tile(rows, start, x, lane, out, first, weight, first + ROWS, shape)
+
+    return multiply
 
 
 @cache
 def make_multiply(lanes: int) -> Callable[..., None]:
     """The product's kernel for so many tokens."""
-    if lanes == 1:
-        return multiply_one
-    wide = min(lanes, WIDE)
-    shape = (ROWS, wide)
+    few = lanes <= FEW
+    blocks = shared(product_of_few(lanes) if few else product_of_many(lanes))
 
     def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
-        num_outputs, num_inputs = weight.shape
-        for block in prange(-(-num_outputs // BLOCK)):
-            room = np.empty((ROWS, num_inputs), np.float32)
-            for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
-                first = min(at, num_outputs - ROWS)  # the last: some of them again
-                rows, start = widened(weight, first, room)
-                for lane in range(0, lanes, wide):
-                    coming = first + ROWS
-                    tile(rows, start, x, lane, out, first, weight, coming, shape)
+        given = x.T.copy() if few else x
+        blocks(-(-len(weight) // BLOCK), given, weight, out)
         for i in range(len(bias)):
             for lane in range(lanes):
                 out[i, lane] += bias[i, 0]
 
-    return compiled(multiply, parallel=has_threads())
-
-
-@partial(compiled, parallel=has_threads())
-def multiply_one(x: Any, weight: Any, bias: Any, out: Any) -> None:
-    """The same for one token: sums along the inputs, a multiple of 16."""
-    num_outputs, num_inputs = weight.shape
-    given = x.reshape((1, num_inputs))
-    for block in prange(-(-num_outputs // BLOCK)):
-        for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), 4):
-            first = min(at, num_outputs - 4)
-            a = b = c = d = zero(16)
-            for i in range(0, num_inputs, 16):
-                part = load(given, 0, i, 16)
-                a = fma(load(weight, first, i, 16), part, a)
-                b = fma(load(weight, first + 1, i, 16), part, b)
-                c = fma(load(weight, first + 2, i, 16), part, c)
-                d = fma(load(weight, first + 3, i, 16), part, d)
-                for k in range(0, 64, 64 // weight.itemsize):
-                    prefetch(weight, first + 4, 4 * i + k)
-            put_sum(out, first, 0, a)
-            put_sum(out, first + 1, 0, b)
-            put_sum(out, first + 2, 0, c)
-            put_sum(out, first + 3, 0, d)
-    for i in range(len(bias)):
-        out[i, 0] += bias[i, 0]
+    return compiled(multiply)
 
 
 @compiled
-def weigh_lanes(scores: Any, sums: Any) -> None:
-    """`weigh` for each column of scores [tokens, lanes]."""
+def weigh_lanes(scores: Any, seen: Any) -> Any:
+    """`weigh` for each column of scores [tokens, lanes], as far as it has `seen`."""
     largest = np.full(scores.shape[1], Float(-3.4e38), np.float32)
     total = np.zeros(scores.shape[1], np.float32)
     for i in range(len(scores)):
         for lane in range(scores.shape[1]):
-            largest[lane] = larger(largest[lane], scores[i, lane])
+            score = scores[i, lane] if i < seen[lane] else Float(-3.4e38)
+            largest[lane] = larger(largest[lane], score)
     for i in range(len(scores)):
         for lane in range(scores.shape[1]):
-            scores[i, lane] = exp(scores[i, lane] - largest[lane])
+            weight = exp(scores[i, lane] - largest[lane])
+            scores[i, lane] = weight if i < seen[lane] else Float(0)
             total[lane] += scores[i, lane]
+    for lane in range(scores.shape[1]):
+        largest[lane] += np.log(max(total[lane], Float(1e-30)))
+        total[lane] = Float(1) / max(total[lane], Float(1e-30))
     for i in range(len(scores)):
         for lane in range(scores.shape[1]):
-            scores[i, lane] /= total[lane]
-    for lane in range(scores.shape[1]):
-        sums[lane] = largest[lane] + np.log(total[lane])
+            scores[i, lane] *= total[lane]
+    return largest
 
 
 @cache
 def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
-    """The kernel for runs of pages that several rows read."""
-    multiply_tiles, scale = make_tiles(WIDE), Float(1 / math.sqrt(head_dim))
-    gather, deep = make_gather(head_dim), -(-head_dim // ROWS) * ROWS
+    """The kernel for what several tokens read: a run, one K/V head of it at a time."""
+    multiply_tiles, scale = make_tiles(WIDE, 0), Float(1 / math.sqrt(head_dim))
+    average_tiles, gather = make_tiles(WIDE, 1), make_gather(head_dim)
+    deep = -(-head_dim // ROWS) * ROWS
 
     def attend_together(
+        job: Any,
         heads: Any,
         keys: Any,
         values: Any,
@@ -353,40 +378,46 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         readers: Any,
         found: Any,
         sums: Any,
+        ends: Any,
+        out: Any,
     ) -> None:
-        """As `attend`, with a result for each reader of a run."""
+        """As `attend`, for the readers of a run; into `out` if they read no more."""
         num_kv_heads = keys.shape[1] // head_dim
-        for job in prange(len(runs) * num_kv_heads):
-            kv = job % num_kv_heads
-            start, end, first, last = runs[job // num_kv_heads]
-            slots = tables[readers[first], start:end]
-            rows = -(-len(slots) // ROWS) * ROWS
-            lanes = -(-(last - first) * group // WIDE) * WIDE
-            asked = np.zeros((deep, lanes), np.float32)
-            for reader in range(first, last):
-                for g in range(group):
-                    lane, head = (reader - first) * group + g, kv * group + g
+        kv = job % num_kv_heads
+        table, start, end, first, last = runs[job // num_kv_heads]
+        slots, some = tables[table, start:end], readers[first:last]
+        rows = -(-len(slots) // ROWS) * ROWS
+        lanes = -(-len(some) * group // WIDE) * WIDE
+        asked, seen = np.zeros((deep, lanes), np.float32), np.zeros(lanes, np.int32)
+        for g in range(group):
+            for j in range(head_dim):
+                row = (kv * group + g) * head_dim + j
+                for i in range(len(some)):
+                    asked[j, g * len(some) + i] = heads[row, some[i, 0]] * scale
+            for i in range(len(some)):
+                seen[g * len(some) + i] = min(some[i, 1], end) - start
+        known = np.zeros((rows, deep), np.float32)
+        gather(keys, slots, kv * head_dim, known)
+        scores = np.empty((rows, lanes), np.float32)
+        multiply_tiles(known, asked, scores)
+        logs = weigh_lanes(scores, seen)
+        gather(values, slots, kv * head_dim, known)
+        average_tiles(known, scores, asked)
+        token = some[0, 0]
+        alone = ends[token] - (ends[token - 1] if token else 0) == 1
+        for g in range(group):
+            head, lane = kv * group + g, g * len(some)
+            if alone:
+                for j in range(head_dim):
+                    for i in range(len(some)):
+                        out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
+            else:
+                for i in range(len(some)):
+                    sums[first + i, head] = logs[lane + i]
                     for j in range(head_dim):
-                        query = heads[head * head_dim + j, readers[reader]]
-                        asked[j, lane] = query * scale
-            known = np.zeros((rows, deep), np.float32)
-            gather(keys, slots, kv * head_dim, known)
-            scores = np.empty((rows, lanes), np.float32)
-            multiply_tiles(known, asked, scores)
-            logs = np.empty(lanes, np.float32)
-            weigh_lanes(scores[: len(slots)], logs)
-            scores[len(slots) :] = Float(0)
-            gather(values, slots, kv * head_dim, known)
-            average = np.empty((deep, lanes), np.float32)
-            multiply_tiles(known.T.copy(), scores, average)
-            for reader in range(first, last):
-                for g in range(group):
-                    lane, head = (reader - first) * group + g, kv * group + g
-                    sums[reader, head] = logs[lane]
-                    for j in range(head_dim):
-                        found[reader, head, j] = average[j, lane]
+                        found[first + i, head, j] = asked[j, lane + i]
 
-    return compiled(attend_together, parallel=has_threads())
+    return shared(attend_together)
 
 
 @cache
@@ -404,32 +435,35 @@ def make_gather(head_dim: int) -> Callable[..., None]:
 
 
 @cache
-def make_tiles(wide: int) -> Callable[..., None]:
-    """A product of small arrays, on one core."""
-    shape = (ROWS, wide)
+def make_tiles(wide: int, turned: int) -> Callable[..., None]:
+    """A product of small arrays, on one core: weight, or weight turned, times x."""
+    shape = (ROWS, wide, turned)
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        for row in range(0, len(weight), ROWS):
+        for row in range(0, len(out), ROWS):
             for lane in range(0, x.shape[1], wide):
-                tile(weight, row, x, lane, out, row, weight, row + ROWS, shape)
+                tile(weight, row, x, lane, out, row, weight, row, shape)
 
     return compiled(multiply_tiles)
 
 
-@partial(compiled, parallel=has_threads())
-def merge(found: Any, sums: Any, order: Any, ends: Any, out: Any) -> None:
-    """out [heads * head_dim, lanes]: averages of each row's pieces, by their sums."""
+@shared
+def merge(
+    head: Any, found: Any, sums: Any, merged: Any, order: Any, ends: Any, out: Any
+) -> None:
+    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums."""
     head_dim = found.shape[2]
-    for row in prange(len(ends)):
-        pieces = order[ends[row - 1] if row else 0 : ends[row]]
-        for head in range(found.shape[1]):
-            weights = sums[pieces, head]
-            weigh(weights)
+    for lane in merged:
+        pieces = order[ends[lane - 1] if lane else 0 : ends[lane]]
+        weights = sums[pieces, head]
+        weigh(weights)
+        total = np.zeros(head_dim, np.float32)
+        for k in range(len(pieces)):
+            part = found[pieces[k], head]
             for j in range(head_dim):
-                total = Float(0)
-                for k in range(len(pieces)):
-                    total += weights[k] * found[pieces[k], head, j]
-                out[head * head_dim + j, row] = total
+                total[j] += weights[k] * part[j]
+        for j in range(head_dim):
+            out[head * head_dim + j, lane] = total[j]
 
 
 NO_BIAS = np.empty((0, 1), np.float32)
@@ -439,46 +473,63 @@ class ReadProduct:
     """x -> x times weight, plus bias: read once for few tokens, PyTorch's for many."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        added = NO_BIAS if bias is None else bias.float()[:, None].numpy()
-        self.arrays = as_array(weight), added
-        self._room: dict[int, Tensor] = {}  # new memory is slow at first touch
+        self.weight, self.rows = weight, as_array(weight)
+        self.bias = NO_BIAS if bias is None else bias.float()[:, None].numpy()
+        self._room: dict[int, Any] = {}  # new memory is slow at first touch
+
+    def into(self, x: Any, out: Any, num_tokens: int) -> None:
+        """Arrays [inputs, lanes] -> [outputs, lanes]."""
+        if num_tokens > MOST:
+            given, told = (torch.from_numpy(each)[:, :num_tokens] for each in (x, out))
+            torch.mm(self.weight.float(), given, out=told)
+            if len(self.bias):
+                told += torch.from_numpy(self.bias)
+        else:
+            make_multiply(x.shape[1])(x, self.rows, self.bias, out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
         if len(x) > MOST:
-            bias = None if self.bias is None else self.bias.float()
+            bias = torch.from_numpy(self.bias[:, 0]) if len(self.bias) else None
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
         lanes = lanes_for(len(x))
         if lanes not in self._room:
-            self._room[lanes] = torch.empty(len(self.weight), lanes)
-        out = self._room[lanes].numpy()
-        make_multiply(lanes)(as_lanes(x, lanes).numpy(), *self.arrays, out)
-        told = x.new_empty(len(x), len(self.weight))
-        turn(out, as_array(told))
-        return told
+            self._room[lanes] = np.empty((len(self.weight), lanes), np.float32)
+        out = self._room[lanes]
+        self.into(as_lanes(x), out, len(x))
+        return as_rows(out, x.new_empty(len(x), len(self.weight)))
 
 
-@partial(compiled, parallel=has_threads())
-def turn(columns: Any, out: Any) -> None:
+def as_rows(columns: Any, out: Tensor) -> Tensor:
+    """The first lanes of [features, lanes] -> [tokens, features]."""
+    turn(-(-len(columns) // BLOCK), columns, as_array(out))
+    return out
+
+
+@shared
+def turn(block: Any, columns: Any, out: Any) -> None:
     """[outputs, lanes] -> [tokens, outputs], in the format of the result."""
-    for block in prange(-(-len(columns) // BLOCK)):
-        first = max(0, block * BLOCK)
-        for i in range(first, min(len(columns), first + BLOCK)):
-            for lane in range(len(out)):
-                put(out, lane, i, columns[i, lane])
+    for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
+        for lane in range(len(out)):
+            put(out, lane, i, columns[i, lane])
 
 
 def lanes_for(num_tokens: int) -> int:
-    """How many lanes so many tokens take."""
+    """How many lanes so many tokens take.
+
+    Many take an odd number of vectors: columns whose numbers lie a power of two apart
+    would all want the same few places of a cache.
+    """
+    if num_tokens > MOST:
+        return (-(-num_tokens // 16) | 1) * 16
     return 1 if num_tokens == 1 else next(n for n in (8, 16, 32) if n >= num_tokens)
 
 
-def as_lanes(x: Tensor, lanes: int) -> Tensor:
+def as_lanes(x: Tensor) -> Any:
     """[tokens, features] -> float32 [features, lanes]; lanes left over are 0."""
-    out = torch.zeros(x.shape[1], lanes)
+    out = torch.zeros(x.shape[1], lanes_for(len(x)))
     out[:, : len(x)] = x.t()
-    return out
+    return out.numpy()
 
 
 def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -489,45 +540,64 @@ def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
     return ReadProduct(weight, bias)
 
 
-@compiled
-def write(heads: Any, first: int, slots: Any, keys: Any, values: Any) -> None:
+@by_lanes
+def write(
+    part: Any, span: Any, heads: Any, first: Any, slots: Any, keys: Any, values: Any
+) -> None:
     """Store each lane's key and value, rows of `heads` from `first` on, in its slot."""
     width = keys.shape[1]
-    for lane in range(len(slots)):
+    for lane in range(part * span, min((part + 1) * span, len(slots))):
         for j in range(width):
             put(keys, slots[lane], j, heads[first + j, lane])
             put(values, slots[lane], j, heads[first + width + j, lane])
 
 
+@dataclass
+class Room:
+    """Arrays [features, lanes] of a step; each layer writes over the one before."""
+
+    num_tokens: int
+    stream: Any
+    delta: Any  # not yet added to the stream
+    normal: Any
+    heads: Any
+    seen: Any
+    both: Any
+    inner: Any
+
+
 class CompiledLayers:
-    """Runs the layers of a decode step by kernels, others as chapter 5 does."""
+    """Runs layers by kernels if their weights are for them, or as chapter 5 does."""
 
     def __init__(self) -> None:
-        self._weights: Kept[Layer, tuple[Any, ...] | None] = Kept()
-        self._memory: Kept[PagedAttention, tuple[Any, Any]] = Kept()
+        # of all layers, kept by the first of them
+        self._weights: Kept[Layer, list[tuple[Any, ...] | None]] = Kept()
+        self._memory: Kept[PagedAttention, list[tuple[Any, ...]]] = Kept()
         # attributes, so that chapter 15 can time them
         self.add_norm: Any = add_norm
         self.rotate: Any = rotate
         self.gate: Any = gate
 
-    def multiply(self, x: Any, arrays: tuple[Any, Any], out: Any) -> None:
-        """out = the weight in `arrays` times x, plus its bias."""
-        make_multiply(x.shape[1])(x, *arrays, out)
+    def multiply(self, product: ReadProduct, x: Any, out: Any, num_tokens: int) -> None:
+        """out = a weight times x, plus its bias."""
+        product.into(x, out, num_tokens)
 
     def attend(
-        self, heads: Any, memory: Any, plan: DecodePlan, room: Any, out: Any
+        self, heads: Any, memory: Any, plan: StepPlan, found: Any, out: Any
     ) -> None:
         """Store each lane's key and value; out: what it finds in its context."""
         write(heads, len(out), plan.slots, *memory)
-        found, sums = room
-        head_dim, own = found.shape[2], len(plan.pieces)
-        shape = (head_dim, found.shape[1] * head_dim // memory[0].shape[1])
-        given = (heads, *memory, plan.tables)
-        make_attend(*shape)(*given, plan.pieces, found, sums)
-        if len(plan.runs):
-            together = make_attend_together(*shape)
-            together(*given, plan.runs, plan.readers, found[own:], sums[own:])
-        merge(found, sums, plan.order, plan.ends, out)
+        averages, sums = found
+        (_, num_heads, head_dim), own = averages.shape, len(plan.pieces)
+        num_kv_heads = memory[0].shape[1] // head_dim
+        shape, given = (head_dim, num_heads // num_kv_heads), (*memory, plan.tables)
+        make_attend(*shape)(own, heads, *given, plan.pieces, averages, sums)
+        if number := num_kv_heads * len(plan.runs):
+            runs = (plan.runs, plan.readers, averages[own:], sums[own:], plan.ends, out)
+            make_attend_together(*shape)(number, heads, *given, *runs)
+        if len(plan.merged):
+            merged = (plan.merged, plan.order, plan.ends)
+            merge(num_heads, averages, sums, *merged, out)
 
     def __call__(
         self,
@@ -536,55 +606,60 @@ class CompiledLayers:
         memory: Sequence[PagedAttention],
         plan: Plan,
         angles: Tensor,
+        rows: Tensor,
     ) -> Tensor:
         """What `run_layers` gives."""
-        weights = [self._weights_of(layer) for layer in layers]
-        if not isinstance(plan, DecodePlan) or None in weights:
-            return run_layers(layers, x, memory, plan, angles)
-        lanes = lanes_for(len(x))
-        stream = as_lanes(x, lanes).numpy()
-        delta, room = np.zeros_like(stream), make_room(layers[0], plan, lanes)
-        turns = [as_lanes(turn, lanes).numpy() for turn in (angles.cos(), angles.sin())]
-        for own, layer_memory in zip(weights, memory, strict=True):
-            kept = self._memory_of(layer_memory)
-            self._layer(stream, delta, own, kept, plan, turns, room)
-        return torch.from_numpy(stream + delta)[:, : len(x)].t().to(x.dtype)
+        weights = self._weights_of(layers)
+        if not isinstance(plan, StepPlan) or None in weights:
+            return run_layers(layers, x, memory, plan, angles, rows)
+        room, found = make_room(layers[0], x), make_found(layers[0], plan)
+        turns = as_lanes(angles.cos()), as_lanes(angles.sin())
+        for own, kept in zip(weights, self._memory_of(memory), strict=True):
+            self._attention(room, own, kept, plan, turns, found)
+            if own is weights[-1] and len(rows) < len(x):
+                room = narrowed(room, layers[-1], rows)
+            self._mlp(room, own)
+        room.stream += room.delta
+        return as_rows(room.stream, x.new_empty(len(rows), x.shape[1]))
 
-    def _layer(
+    def _attention(
         self,
-        x: Any,
-        delta: Any,
+        room: Room,
         weights: Any,
         memory: Any,
-        plan: DecodePlan,
+        plan: StepPlan,
         turns: Any,
-        room: Any,
+        found: Any,
     ) -> None:
-        """Add delta to the stream x [hidden, lanes]; delta = what the layer leaves."""
-        norm, qkv, head_norm, output, second_norm, gate_and_up, down = weights
-        normal, heads, seen, both, inner, found = room
-        self.add_norm(x, delta, *norm, normal)
-        self.multiply(normal, qkv, heads)
+        """seen = what attention finds."""
+        norm, qkv, head_norm, *_ = weights
+        self.add_norm(room.stream, room.delta, *norm, room.normal)
+        self.multiply(qkv, room.normal, room.heads, room.num_tokens)
         if head_norm is not None:
-            norm_heads(heads, head_norm[0], head_norm[1], found[0].shape[2])
-        self.rotate(heads, len(seen) + memory[0].shape[1], *turns)
-        self.attend(heads, memory, plan, found, seen)
-        self.multiply(seen, output, delta)
-        self.add_norm(x, delta, *second_norm, normal)
-        self.multiply(normal, gate_and_up, both)
-        self.gate(both, inner)
-        self.multiply(inner, down, delta)
+            norm_heads(room.heads, *head_norm, found[0].shape[2])
+        self.rotate(room.heads, len(room.seen) + memory[0].shape[1], *turns)
+        self.attend(room.heads, memory, plan, found, room.seen)
 
-    def _weights_of(self, layer: Layer) -> tuple[Any, ...] | None:
-        if layer not in self._weights:
-            self._weights[layer] = weights_of(layer)
-        return self._weights[layer]
+    def _mlp(self, room: Room, weights: Any) -> None:
+        """Add it to the stream; delta = what the MLP makes of it."""
+        *_, output, norm, gate_and_up, down = weights
+        self.multiply(output, room.seen, room.delta, room.num_tokens)
+        self.add_norm(room.stream, room.delta, *norm, room.normal)
+        self.multiply(gate_and_up, room.normal, room.both, room.num_tokens)
+        self.gate(room.both, room.inner)
+        self.multiply(down, room.inner, room.delta, room.num_tokens)
 
-    def _memory_of(self, memory: PagedAttention) -> tuple[Any, Any]:
-        if memory not in self._memory:
-            arrays = [as_array(x.flatten(1)) for x in (memory.keys, memory.values)]
-            self._memory[memory] = (arrays[0], arrays[1])
-        return self._memory[memory]
+    def _weights_of(self, layers: Sequence[Layer]) -> list[tuple[Any, ...] | None]:
+        if layers[0] not in self._weights:
+            self._weights[layers[0]] = [weights_of(layer) for layer in layers]
+        return self._weights[layers[0]]
+
+    def _memory_of(self, memory: Sequence[PagedAttention]) -> list[tuple[Any, ...]]:
+        if memory[0] not in self._memory:
+            pairs = [(each.keys, each.values) for each in memory]
+            arrays = [tuple(as_array(x.flatten(1)) for x in pair) for pair in pairs]
+            self._memory[memory[0]] = arrays
+        return self._memory[memory[0]]
 
 
 def weights_of(layer: Layer) -> tuple[Any, ...] | None:
@@ -594,7 +669,7 @@ def weights_of(layer: Layer) -> tuple[Any, ...] | None:
     products = [part.multiply for part in parts]
     if not all(isinstance(product, ReadProduct) for product in products):
         return None
-    qkv, output, gate_and_up, down = (cast(Any, each).arrays for each in products)
+    qkv, output, gate_and_up, down = products
     norm = norm_of((layer.input_layernorm, 1))
     second = norm_of((layer.post_attention_layernorm, 1))
     head_norm, (num_heads, num_kv_heads) = None, attention.heads
@@ -611,27 +686,41 @@ def norm_of(*norms: tuple[RMSNorm, int]) -> tuple[Any, Any]:
     return torch.cat(weights)[:, None].numpy(), Float(norms[0][0].eps)
 
 
-def make_room(layer: Layer, plan: DecodePlan, lanes: int) -> tuple[Any, ...]:
-    """Arrays for what a layer computes on its way; the next one writes over them.
+def make_room(layer: Layer, x: Tensor) -> Room:
+    """Room for a stream x [tokens, hidden].
 
     All 0: what lies in lanes without a token may be too small for normal floats, and a
     processor takes a hundred times as long for those.
     """
-    attention, mlp = layer.self_attn, layer.mlp
-    num_heads, num_pieces = attention.heads[0], len(plan.order)
-    hidden = layer.input_layernorm.weight.numel()
-    products = (attention.qkv, mlp.gate_and_up)
-    heads, both = (len(cast(Any, each.multiply).weight) for each in products)
-    seen = num_heads * attention.head_dim
-    found = np.empty((num_pieces, num_heads, attention.head_dim), np.float32)
-    pieces = (found, np.empty((num_pieces, num_heads), np.float32))
-    rows = (hidden, heads, seen, both, both // 2)
-    return (*(np.zeros((n, lanes), np.float32) for n in rows), pieces)
+    attention, lanes = layer.self_attn, lanes_for(len(x))
+    seen = attention.heads[0] * attention.head_dim
+    heads, both = (
+        len(cast(Any, each.multiply).weight)
+        for each in (attention.qkv, layer.mlp.gate_and_up)
+    )
+    rows = (x.shape[1], x.shape[1], heads, seen, both, both // 2)
+    return Room(len(x), as_lanes(x), *(np.zeros((n, lanes), np.float32) for n in rows))
+
+
+def narrowed(room: Room, layer: Layer, rows: Tensor) -> Room:
+    """Room for some tokens only, with their part of the stream and of what was seen."""
+    stream, seen = (
+        torch.from_numpy(each).t()[rows] for each in (room.stream, room.seen)
+    )
+    less = make_room(layer, stream)
+    less.seen = as_lanes(seen)
+    return less
+
+
+def make_found(layer: Layer, plan: StepPlan) -> tuple[Any, Any]:
+    """Averages [pieces, heads, head_dim], and sums [pieces, heads]."""
+    num_heads = layer.self_attn.heads[0]
+    averages = (len(plan.order), num_heads, layer.self_attn.head_dim)
+    return np.empty(averages, np.float32), np.empty(averages[:2], np.float32)
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """The kernels, if they know the device and the format. Raises `ValueError`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("these kernels are for float32 and bfloat16 on a CPU")
-    numba.set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))
     return Backend(CompiledLayers(), arrange, read_product)

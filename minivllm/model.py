@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (c7f64233): edit the chapter.
+# Exported from chapters/05_model.py (aa595f66): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -184,10 +184,16 @@ class Layer(nn.Module):
         memory: PagedAttention,
         plan: Plan,
         turns: tuple[Tensor, Tensor],
-    ) -> None:
-        """Change the stream x [tokens, hidden] in place."""
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """The stream x [tokens, hidden] behind the layer; of these rows, if given.
+
+        x itself is changed on the way.
+        """
         x += self.self_attn(self.input_layernorm(x), memory, plan, turns)
+        x = x if rows is None else x[rows]
         x += self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 def run_layers(
@@ -196,11 +202,16 @@ def run_layers(
     memory: Sequence[PagedAttention],
     plan: Plan,
     angles: Tensor,
+    rows: Tensor,
 ) -> Tensor:
-    """The stream x [tokens, hidden] after all layers; angles [tokens, head_dim / 2]."""
+    """The stream after all layers: [tokens, hidden] -> [rows, hidden].
+
+    `angles` are [tokens, head_dim / 2].
+    """
     cos, sin = (turn.to(x.dtype) for turn in rotation(angles[:, None]))
     for layer, layer_memory in zip(layers, memory, strict=True):
-        layer(x, layer_memory, plan, (cos, sin))
+        wanted = rows if layer is layers[-1] else None
+        x = layer(x, layer_memory, plan, (cos, sin), wanted)
     return x
 
 
@@ -230,8 +241,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
-        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles)
-        return self.head(self.norm(x[rows])).float()
+        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
+        return self.head(self.norm(x)).float()
 
     def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""

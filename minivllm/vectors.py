@@ -1,8 +1,8 @@
-# Exported from chapters/19_kernels.py (27d2169d): edit the chapter.
+# Exported from chapters/19_kernels.py (01f32d87): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
+import ctypes
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import numba
@@ -25,23 +25,96 @@ config.CPU_NAME = llvm.get_host_cpu_name()
 config.CPU_FEATURES = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 
 
-def has_threads() -> bool:
-    """Whether Numba finds the threads of OpenMP; without them one core does all."""
-    try:
-        import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return False
-    config.THREADING_LAYER = "omp"
-    return True
-
-
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def compiled(function: Kernel, parallel: bool = False) -> Kernel:
+def compiled(function: Kernel) -> Kernel:
     """The function as machine code, made at its first call and kept on disk."""
     rules: Any = {"fastmath": True, "error_model": "numpy", "cache": True}
-    return cast(Kernel, njit(parallel=parallel, **rules)(function))
+    return cast(Kernel, njit(**rules)(function))
+
+
+TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+def has_team() -> bool:
+    """Whether PyTorch's threads are OpenMP's and can be called; else one core works."""
+    library = ctypes.CDLL(torch._C.__file__)  # and all that it has loaded
+    found = [getattr(library, name, None) for name in TEAM]
+    for name, function in zip(TEAM, found, strict=True):
+        if function is not None:
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            llvm.add_symbol(name, address)
+    return None not in found
+
+
+HAS_TEAM = has_team()
+
+
+@intrinsic
+def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
+    """part(i, *given) for each i below a number: the threads take turns."""
+    kinds = (types.intp, *given)
+    signature = part.get_call_type(typing, kinds, {})
+    made = part.dispatcher.overloads[signature.args]
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        context.active_code_library.add_linking_library(made.library)
+        write_team(context, builder, values[1:], made.fndesc, signature)
+        return context.get_dummy_value()
+
+    return types.void(part, types.intp, given), generate
+
+
+def write_team(
+    context: Any, builder: Any, values: Any, function: Any, signature: Any
+) -> None:
+    """Pack up what is given; a function that unpacks it and takes its turns; a call."""
+    module, number = builder.module, ir.IntType(32)
+    packed = cgutils.pack_struct(builder, values)
+    room = cgutils.alloca_once_value(builder, packed)
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer])
+    member = ir.Function(module, kind, module.get_unique_name("member"))
+    member.linkage = "internal"
+    own = ir.IRBuilder(member.append_basic_block())
+    unpacked = own.load(own.bitcast(member.args[0], room.type))
+    end, given = cgutils.unpack_tuple(own, unpacked, 2)
+    items = cgutils.unpack_tuple(own, given)
+    first, step = (
+        own.sext(call_outside(own, name, number, []), end.type) for name in TEAM[1:]
+    )
+    with cgutils.for_range_slice(own, first, end, step, inc=True) as (i, _):
+        context.call_internal_no_propagate(own, function, signature, [i, *items])
+    own.ret_void()
+    few = builder.icmp_signed("<", values[0], ir.Constant(values[0].type, 2))
+    as_many_as_set, alone = ir.Constant(number, 0), ir.Constant(number, 1)
+    threads = builder.select(few, alone, as_many_as_set)
+    packet = builder.bitcast(room, pointer)
+    asked = [member, packet, threads, as_many_as_set]
+    call_outside(builder, TEAM[0], ir.VoidType(), asked)
+
+
+def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> Any:
+    """A call of a function that is not Numba's."""
+    kind = ir.FunctionType(result, [value.type for value in given])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, name), given
+    )
+
+
+def shared(part: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that does part(i, *given) for each i below its first argument."""
+    one, share = compiled(part), cast(Any, _share)
+
+    def by_all(number: Any, *given: Any) -> None:
+        share(one, number, given)
+
+    def by_one(number: Any, *given: Any) -> None:
+        for i in range(number):
+            one(i, *given)
+
+    return compiled(by_all if HAS_TEAM else by_one)
 
 
 @intrinsic
@@ -175,19 +248,25 @@ class Writer:
         product = self.builder.fmul(a, b, flags=LOOSE)
         return self.builder.fadd(product, c, flags=LOOSE)
 
-    def sum(self, vector: Any) -> Any:
-        """Of the numbers of a vector: its halves are added, and theirs, to the end."""
-        lanes = vector.type.count
-        while lanes > 1:
-            lanes //= 2
+    def sums(self, vectors: Sequence[Any]) -> Any:
+        """One number for each of some vectors, side by side: a power of two of them.
+
+        Halves are added, and theirs. Two vectors of halves are one vector, so the work
+        shrinks as their number does.
+        """
+        vectors, block = list(vectors), vectors[0].type.count
+        shuffle, add = self.builder.shuffle_vector, self.builder.fadd
+        while block > 1:
+            block, alone = block // 2, len(vectors) == 1
+            pairs = [*zip(vectors[::2], vectors[not alone :: 2], strict=True)]
+            lanes = vectors[0].type.count // (1 + alone)
+            starts = range(0, 2 * lanes, 2 * block)
+            left = [start + k for start in starts for k in range(block)]
             kind = ir.VectorType(INT, lanes)
-            halves = [
-                ir.Constant(kind, [*range(start, start + lanes)])
-                for start in (0, lanes)
-            ]
-            parts = [self.builder.shuffle_vector(vector, vector, h) for h in halves]
-            vector = self.builder.fadd(*parts, flags=LOOSE)
-        return self.builder.extract_element(vector, ir.Constant(INT, 0))
+            chosen = [ir.Constant(kind, [i + by for i in left]) for by in (0, block)]
+            halves = [[shuffle(a, b, which) for which in chosen] for a, b in pairs]
+            vectors = [add(a, b, flags=LOOSE) for a, b in halves]
+        return vectors[0]
 
     def ask(self, at: Any) -> None:
         """Let memory bring what is at an address, and go on."""
@@ -213,28 +292,11 @@ def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _zero(typing: Any, lanes: Any) -> Any:
-    many = lanes.literal_value
-    return written(Vector(many), [lanes], lambda writer, given: writer.zero(many))
-
-
-@intrinsic(prefer_literal=True)
 def _load(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
     many, bits = lanes.literal_value, array.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> Any:
         return writer.load(writer.address(array, *given[:3]), bits, many)
-
-    return written(Vector(many), [array, types.intp, types.intp, lanes], write)
-
-
-@intrinsic(prefer_literal=True)
-def _spread(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
-    many = lanes.literal_value
-
-    def write(writer: Writer, given: Sequence[Any]) -> Any:
-        at = writer.address(array, *given[:3])
-        return writer.spread(writer.builder.load(at), many)
 
     return written(Vector(many), [array, types.intp, types.intp, lanes], write)
 
@@ -248,20 +310,6 @@ def _store(typing: Any, array: Any, i: Any, j: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def _put_sum(typing: Any, array: Any, i: Any, j: Any, vector: Any) -> Any:
-    def write(writer: Writer, given: Sequence[Any]) -> None:
-        at = writer.address(array, *given[:3])
-        writer.builder.store(writer.sum(given[3]), at)
-
-    return written(types.void, [array, types.intp, types.intp, vector], write)
-
-
-@intrinsic
-def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    return written(c, [c, c, c], lambda writer, given: writer.multiply_add(*given))
-
-
-@intrinsic
 def _larger(typing: Any, a: Any, b: Any) -> Any:
     def write(writer: Writer, given: Sequence[Any]) -> Any:
         kind, module = ir.FunctionType(FLOAT, [FLOAT] * 2), writer.builder.module
@@ -271,16 +319,7 @@ def _larger(typing: Any, a: Any, b: Any) -> Any:
     return written(types.float32, [types.float32] * 2, write)
 
 
-@intrinsic
-def _prefetch(typing: Any, array: Any, i: Any, j: Any) -> Any:
-    def write(writer: Writer, given: Sequence[Any]) -> None:
-        writer.ask(writer.address(array, *given))
-
-    return written(types.void, [array, types.intp, types.intp], write)
-
-
-zero, load, spread, store = cast(Any, (_zero, _load, _spread, _store))
-fma, put_sum, larger, prefetch = cast(Any, (_fma, _put_sum, _larger, _prefetch))
+load, store, larger = cast(Any, (_load, _store, _larger))
 
 
 def widened(weight: Any, first: int, room: Any) -> Any:
@@ -301,6 +340,169 @@ def _widened(weight: Any, first: int, room: Any) -> Any:
     return whole if isinstance(weight.dtype, types.Float) else half
 
 
+AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
+
+
+class Reader:
+    """Writes what goes through slots of a memory: of some, or of some further on."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        memory: tuple[Any, Any],
+        slots: tuple[Any, Any],
+        column: Any,
+    ) -> None:
+        self.writer, self.column = writer, column
+        self.kind, self.memory = memory
+        self.slots = writer.array(*slots)
+        self.number = writer.builder.extract_value(self.slots.shape, 0)
+
+    def slot(self, i: Any, further: int) -> Any:
+        """The one so much further than the i-th, or the last."""
+        b, index = self.writer.builder, self.writer.index
+        wanted, last = b.add(i, index(further)), b.sub(self.number, index(1))
+        there = b.select(b.icmp_signed("<", wanted, last), wanted, last)
+        return b.load(b.gep(self.slots.data, [there]))
+
+    def at(self, slot: Any, j: int) -> Any:
+        """The address of a number of a head."""
+        place = self.writer.builder.add(self.column, self.writer.index(j))
+        return self.writer.address(self.kind, self.memory, slot, place)
+
+    def read(self, slot: Any, j: int, lanes: int) -> Any:
+        """Some numbers of a head."""
+        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, lanes)
+
+    def ask(self, slot: Any, head_dim: int) -> None:
+        """Let memory bring a head."""
+        for j in range(0, head_dim, 512 // self.kind.dtype.bitwidth):
+            self.writer.ask(self.at(slot, j))
+
+
+@intrinsic(prefer_literal=True)
+def _score(
+    typing: Any,
+    asked: Any,
+    head: Any,
+    keys: Any,
+    column: Any,
+    slots: Any,
+    scores: Any,
+    shape: Any,
+) -> Any:
+    """scores[head + g, i] = asked[head + g] * the key in slots[i], from `column` on.
+
+    `shape` is (heads, slots at a time, head_dim, lanes).
+    """
+    group, many, head_dim, lanes = (each.literal_value for each in shape)
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        queries, first, memory, start, places, told, _ = given
+        index, b = writer.index, writer.builder
+        reader = Reader(writer, (keys, memory), (slots, places), start)
+        heads = [b.add(first, index(g)) for g in range(group)]
+        steps = (index(0), reader.number, index(many))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
+            some = [reader.slot(i, n) for n in range(many)]
+            for n in range(many):
+                reader.ask(reader.slot(i, many + n), head_dim)
+            sums = [[writer.zero(lanes)] * many for _ in heads]
+            for j in range(0, head_dim, lanes):
+                places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
+                wanted = [writer.load(at, 32, lanes) for at in places_of]
+                for n, slot in enumerate(some):
+                    key = reader.read(slot, j, lanes)
+                    for own, query in zip(sums, wanted, strict=True):
+                        own[n] = writer.multiply_add(query, key, own[n])
+            for own, h in zip(sums, heads, strict=True):
+                writer.store(writer.sums(own), writer.address(scores, told, h, i))
+
+    i = types.intp
+    return written(types.void, [asked, i, keys, i, slots, scores, shape], write)
+
+
+@intrinsic(prefer_literal=True)
+def _average(
+    typing: Any,
+    scores: Any,
+    head: Any,
+    values: Any,
+    column: Any,
+    slots: Any,
+    out: Any,
+    shape: Any,
+) -> Any:
+    """out[head + g] = the sum of scores[head + g, i] * the value in slots[i].
+
+    `shape` is (heads, slots at a time, head_dim, lanes).
+    """
+    group, _, head_dim, lanes = (each.literal_value for each in shape)
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        weights, first, memory, start, places, told, _ = given
+        index, b = writer.index, writer.builder
+        reader = Reader(writer, (values, memory), (slots, places), start)
+        heads = [b.add(first, index(g)) for g in range(group)]
+        parts, none = range(0, head_dim, lanes), writer.zero(lanes)
+        totals = [[cgutils.alloca_once_value(b, none) for _ in parts] for _ in heads]
+        steps = (index(0), reader.number, index(1))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
+            slot = reader.slot(i, 0)
+            reader.ask(reader.slot(i, AHEAD), head_dim)
+            found = [reader.read(slot, j, lanes) for j in parts]
+            for own, h in zip(totals, heads, strict=True):
+                share = b.load(writer.address(scores, weights, h, i))
+                share = writer.spread(share, lanes)
+                for total, value in zip(own, found, strict=True):
+                    b.store(writer.multiply_add(share, value, b.load(total)), total)
+        for own, h in zip(totals, heads, strict=True):
+            for total, j in zip(own, parts, strict=True):
+                writer.store(b.load(total), writer.address(out, told, h, index(j)))
+
+    i = types.intp
+    return written(types.void, [scores, i, values, i, slots, out, shape], write)
+
+
+score, average = cast(Any, (_score, _average))
+
+
+@intrinsic(prefer_literal=True)
+def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> Any:
+    """out[first + r, t] = rows[first + r] * x[t]; `shape` is (rows, tokens, wide)."""
+    many, tokens, wide = (each.literal_value for each in shape)
+    bits = rows.dtype.bitwidth
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        weight, start, inputs, told, _ = given
+        index, b = writer.index, writer.builder
+        later, none = b.add(start, index(many)), writer.zero(wide)
+        places = [b.add(start, index(r)) for r in range(many)]
+        sums = [
+            [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
+        ]
+        end = b.extract_value(writer.array(rows, weight).shape, 1)
+        with cgutils.for_range_slice(b, index(0), end, index(wide), inc=True) as (i, _):
+            some = [writer.address(rows, weight, place, i) for place in places]
+            weights = [writer.load(at, bits, wide) for at in some]
+            for t in range(tokens):
+                taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
+                for own, row in zip(weights, sums, strict=True):
+                    b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
+            for k in range(0, many * wide, 512 // bits):
+                j = b.add(b.mul(i, index(many)), index(k))
+                writer.ask(writer.address(rows, weight, later, j))
+        for place, row in zip(places, sums, strict=True):
+            at = writer.address(out, told, place, index(0))
+            writer.store(writer.sums([b.load(total) for total in row]), at)
+
+    i = types.intp
+    return written(types.void, [rows, i, x, out, shape], write)
+
+
+dots = cast(Any, _dots)
+
+
 @intrinsic(prefer_literal=True)
 def _tile(
     typing: Any,
@@ -314,24 +516,26 @@ def _tile(
     row: Any,
     shape: Any,
 ) -> Any:
-    """`shape` is (rows, lanes); memory brings `coming` from `row` on, on and on."""
-    many, lanes = (each.literal_value for each in shape)
+    """`shape` is (rows, lanes, turned): turned, a weight's rows are its columns.
+
+    Memory brings `coming` from `row` on, on and on.
+    """
+    many, lanes, turned = (each.literal_value for each in shape)
     bits = coming.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         w, start, x, at_lane, told, to, later, next_row, _ = given
         index, b = writer.index, writer.builder
-        inputs = b.extract_value(writer.array(rows, w).shape, 1)
+        inputs = b.extract_value(writer.array(rows, w).shape, 0 if turned else 1)
         none = writer.zero(lanes)
         totals = [cgutils.alloca_once_value(b, none) for _ in range(many)]
         with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
             for k in range(2):
-                at = writer.address(columns, x, b.add(i, index(k)), at_lane)
-                taken = writer.load(at, 32, lanes)
+                now = b.add(i, index(k))
+                taken = writer.load(writer.address(columns, x, now, at_lane), 32, lanes)
                 for r, total in enumerate(totals):
-                    at = writer.address(
-                        rows, w, b.add(start, index(r)), b.add(i, index(k))
-                    )
+                    place_of = [b.add(start, index(r)), now]
+                    at = writer.address(rows, w, *place_of[:: -1 if turned else 1])
                     weight = writer.spread(b.load(at), lanes)
                     b.store(writer.multiply_add(weight, taken, b.load(total)), total)
             for k in range(0, 2 * many, 512 // bits):

@@ -21,7 +21,7 @@ from torch import Tensor
 import minivllm.model
 import minivllm.runner
 from minivllm import LLM, SamplingParams
-from minivllm.attention import PagedAttention, Plan, plan_batch
+from minivllm.attention import ChunkPlan, PagedAttention, Plan, plan_batch
 from minivllm.batch import Chunk
 from minivllm.model import ModelConfig, rope_frequencies
 from minivllm.request import encode_ids
@@ -319,11 +319,11 @@ def rope_scaling_ignored(patch: Patch) -> None:
 def mask_counts_from_the_chunk(patch: Patch) -> None:
     """The causal mask forgets where a chunk begins."""
 
-    def mask(chunk: Chunk, device: torch.device) -> Tensor:
-        rows = torch.arange(len(chunk.token_ids))[:, None]
-        return torch.arange(chunk.end)[None, :] <= rows
+    def mask(chunk: ChunkPlan) -> Tensor:
+        rows = torch.arange(chunk.rows.stop - chunk.rows.start)[:, None]
+        return torch.arange(chunk.length)[None, :] <= rows
 
-    patch.setattr(minivllm.attention, "_causal_mask", mask)
+    patch.setattr(ChunkPlan, "mask", property(mask))
 
 
 def heads_dealt_in_turns(patch: Patch) -> None:
