@@ -1197,7 +1197,8 @@ draw_rows(
 #
 # At the end, logits. A prefill chunk of 512 tokens needs the logits of its last token
 # only, and with a vocabulary of 49,152 the head is a large part of the model: it would be
-# multiplied 511 times for nothing. So the caller names the rows it wants.
+# multiplied 511 times for nothing. So the caller names the rows it wants. Whoever wants so many
+# that their logits would fill the memory takes the rows, and applies the head to a few at a time.
 
 
 # %% export="model.py"
@@ -1224,11 +1225,13 @@ class Decoder(nn.Module):
         plan: Plan,
         rows: Tensor,
         run: Run = run_layers,
+        late: bool = False,
     ) -> Tensor:
-        """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
+        """Float32 logits [rows, vocab] of rows; late: what the head makes them of."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
         x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles)
-        return self.head(self.norm(x[rows])).float()
+        x = self.norm(x[rows])
+        return x if late else self.head(x).float()
 
 
 # %% [markdown]
@@ -1271,10 +1274,10 @@ from minivllm.batch import Chunk
 from minivllm.linear import Maker, packed_product
 from minivllm.model import Decoder, Run, run_layers
 
-Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
+Sampler = Callable[..., list[int]]  # logits [chunks, vocab], chunks, head -> ids
 
 
-def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+def greedy(logits: Tensor, chunks: Sequence[Chunk], head: object = None) -> list[int]:
     """Choose the token with the largest logit; -1 unless that is a finite number."""
     assert len(logits) == len(chunks), "scoring a prompt takes chapter 6's sampler"
     best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
@@ -1336,7 +1339,7 @@ class ModelRunner(ModelRunner):
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
         wanted = [chunk for chunk in chunks if chunk.samples or chunk.num_scored]
-        tokens = self.sampler(logits, wanted) if wanted else []
+        tokens = self.sampler(logits, wanted, self.model.head) if wanted else []
         if min(tokens, default=0) < 0:
             raise FloatingPointError("the model's logits are not numbers")
         left = iter(tokens)
@@ -1344,7 +1347,7 @@ class ModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits after the tokens that chunks score, and their last if they sample."""
+        """Logits of the chunks that sample; if any scores, rows for the head to score."""
         plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
         ids = torch.tensor(
             [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long
@@ -1356,8 +1359,8 @@ class ModelRunner(ModelRunner):
             wanted += [end - 1] * chunk.samples
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
-        given = (ids.to(self.device), self.memory, plan, rows)
-        return cast(Tensor, self.model(*given, self.backend.run))
+        given = (ids.to(self.device), self.memory, plan, rows, self.backend.run)
+        return cast(Tensor, self.model(*given, any(c.num_scored for c in chunks)))
 
 
 # %% [markdown]

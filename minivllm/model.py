@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (c7f64233): edit the chapter.
+# Exported from chapters/05_model.py (03fa0b44): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -227,11 +227,13 @@ class Decoder(nn.Module):
         plan: Plan,
         rows: Tensor,
         run: Run = run_layers,
+        late: bool = False,
     ) -> Tensor:
-        """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
+        """Float32 logits [rows, vocab] of rows; late: what the head makes them of."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
         x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles)
-        return self.head(self.norm(x[rows])).float()
+        x = self.norm(x[rows])
+        return x if late else self.head(x).float()
 
     def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""
