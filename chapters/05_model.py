@@ -1347,7 +1347,7 @@ class ModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits of the chunks that sample; if any scores, rows for the head to score."""
+        """Logits of the chunks that sample; if any scores, rows before the head."""
         plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
         ids = torch.tensor(
             [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long

@@ -1929,7 +1929,7 @@ def _fail(message: str) -> NoReturn:
 # %% name="nearest"
 import contextlib
 
-asked = ["generate", "--prompt", "The capital of Italy is"]
+asked = ["generate", "--prompt", "The future of AI is"]
 with TemporaryDirectory() as folder, contextlib.redirect_stderr(sys.stdout):
     file = Path(folder, "engine.toml")
     file.write_text("max_tokens = 8\ntemperature = 0\nnum_pages = 64\n", "utf-8")

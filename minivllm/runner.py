@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (445ae71f): edit the chapter.
+# Exported from chapters/05_model.py (bcd28717): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits of the chunks that sample; if any scores, rows for the head to score."""
+        """Logits of the chunks that sample; if any scores, rows before the head."""
         plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
         ids = torch.tensor(
             [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long
