@@ -871,7 +871,9 @@ print(
 # word's space only when another word comes before it. (The window is vLLM's.) Later it begins
 # anew from time to time, and only where a character does.
 #
-# A *writer* does this for one request.
+# A *writer* does this for one request. It knows how many characters its window had (`_num_said`) and
+# how many of them it has given out (`_num_written`). A new token makes the window's text longer, or
+# shorter: then replacement characters have become one real one.
 
 
 # %% export="tokenizer.py"

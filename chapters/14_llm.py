@@ -1542,6 +1542,9 @@ changed = question.replace("guide says", "new guide says", 1)
 print(output.reuse)
 print(llm.generate(changed, SamplingParams(temperature=0, max_tokens=4))[0].reuse)
 
+# %% [markdown]
+# This is what the line `LLM(model="smollm2")` has put together:
+
 # %% tags=["hide-input"]
 from minivllm.drawing import Branch, draw_tree
 
