@@ -26,10 +26,9 @@ print(
 # - When is a run of token ids text again, and when does it end?
 #
 # A wrong answer to the first need not raise an error. It may produce a model that talks
-# slightly worse, and you will see one. The chapter answers them in this order, and puts the
-# answers together at its end.
+# slightly worse, and you will see one. At the end of the chapter the four answers are put together.
 #
-# Before that, a tool. Reading a large file takes minutes, and a long load should not look like a
+# Before that, a tool. Reading a large file may take minutes, and a long load should not look like a
 # dead one. On a terminal, whatever takes more than a second draws a bar on the error stream; into a
 # file or a notebook, nothing.
 

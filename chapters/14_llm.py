@@ -1009,7 +1009,7 @@ print(template.render([{"role": "user", "content": "Who are you?"}]))
 # - The kernels: on a CPU those of [chapter 19](19_kernels.md), if Numba is installed.
 #
 # Each has a name to be said instead, and what cannot be done is refused: a device that is not
-# there must not become a CPU in silence. An engine that is thirty times slower than yesterday
+# there must not become a CPU in silence. An engine that is many times slower than yesterday
 # is a worse message than one line.
 
 
