@@ -1210,6 +1210,8 @@ draw_rows(
 # only, and with a vocabulary of 49,152 the head is a large part of the model: it would be
 # multiplied 511 times for nothing. So the caller names the rows it wants. The last layer knows them
 # already: all its keys and values are written, and behind its attention nobody asks for the other rows.
+# And whoever wants so many that their logits would fill the memory takes the rows as they are before the
+# head, and applies it to a few at a time.
 
 
 # %% export="model.py"
@@ -1229,7 +1231,7 @@ class Decoder(nn.Module):
         self.head = Product(self.lm_head)
         self.frequencies = rope_frequencies(config)  # never a parameter, never 16 bit
 
-    def forward(
+    def hidden(
         self,
         token_ids: Tensor,
         memory: Sequence[PagedAttention],
@@ -1237,10 +1239,14 @@ class Decoder(nn.Module):
         rows: Tensor,
         run: Run = run_layers,
     ) -> Tensor:
-        """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
+        """What the head makes logits of: the given rows of the batch, [rows, hidden]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
         x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
-        return self.head(self.norm(x)).float()
+        return self.norm(x)
+
+    def forward(self, *given: Any, **more: Any) -> Tensor:
+        """Logits [rows, vocab], float32; takes what `hidden` takes."""
+        return self.head(self.hidden(*given, **more)).float()
 
 
 # %% [markdown]
@@ -1283,10 +1289,10 @@ from minivllm.batch import Chunk
 from minivllm.linear import Maker, packed_product
 from minivllm.model import Decoder, Run, run_layers
 
-Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
+Sampler = Callable[..., list[int]]  # logits [chunks, vocab], chunks, head -> ids
 
 
-def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+def greedy(logits: Tensor, chunks: Sequence[Chunk], head: object = None) -> list[int]:
     """Choose the token with the largest logit; -1 unless that is a finite number."""
     assert len(logits) == len(chunks), "scoring a prompt takes chapter 6's sampler"
     best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
@@ -1348,7 +1354,7 @@ class ModelRunner(ModelRunner):
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
         wanted = [chunk for chunk in chunks if chunk.samples or chunk.num_scored]
-        tokens = self.sampler(logits, wanted) if wanted else []
+        tokens = self.sampler(logits, wanted, self.model.head) if wanted else []
         if min(tokens, default=0) < 0:
             raise FloatingPointError("the model's logits are not numbers")
         left = iter(tokens)
@@ -1356,7 +1362,7 @@ class ModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits after the tokens that chunks score, and their last if they sample."""
+        """Logits of the chunks that sample; if any scores, rows before the head."""
         plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
         ids = torch.tensor(
             [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long
@@ -1368,8 +1374,9 @@ class ModelRunner(ModelRunner):
             wanted += [end - 1] * chunk.samples
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
-        given = (ids.to(self.device), self.memory, plan, rows)
-        return cast(Tensor, self.model(*given, self.backend.run))
+        given = (ids.to(self.device), self.memory, plan, rows, self.backend.run)
+        scored = any(chunk.num_scored for chunk in chunks)
+        return cast(Tensor, (self.model.hidden if scored else self.model)(*given))
 
 
 # %% [markdown]

@@ -26,10 +26,11 @@ print(
 # - When is a run of token ids text again, and when does it end?
 #
 # A wrong answer to the first need not raise an error. It may produce a model that talks
-# slightly worse, and you will see one.
+# slightly worse, and you will see one. At the end of the chapter the four answers are put together.
 #
-# Before that, a tool. A long load should not look like a dead one. On a terminal, whatever takes
-# more than a second draws a bar on the error stream; into a file or a notebook, nothing.
+# Before that, a tool. Reading a large file may take minutes, and a long load should not look like a
+# dead one. On a terminal, whatever takes more than a second draws a bar on the error stream; into a
+# file or a notebook, nothing.
 
 # %% export="progress.py"
 """A bar on a terminal, for what takes long. Needs no torch."""
@@ -331,10 +332,11 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
 # %% [markdown]
 # ## GGUF
 #
-# A GGUF file holds everything in one piece: shape, vocabulary, weights, the weights often
-# in 4 bits. The `gguf` package unpacks them. Two things are ours to know. The names are
-# others, and in Llama models the rows of the query and key projections lie in another
-# order.
+# A GGUF file holds everything in one piece: shape, vocabulary and weights. The weights are often
+# *quantised*. In ours (`Q4_1`) each is a number from 0 to 15, and 32 neighbours in a row share a
+# scale and an offset that make a float of it. The `gguf` package knows two dozen such formats
+# and unpacks them. Two things are ours to know. The names are others, and in Llama models the
+# rows of the query and key projections lie in another order.
 #
 # Rotation turns *pairs* of numbers. transformers pairs number i with number i + 32 of a
 # 64-wide head; llama.cpp pairs neighbours. The converter that wrote the file shuffled the
@@ -402,6 +404,18 @@ class GGUFFile:
         """A metadata list of strings, decoded directly: `contents` takes seconds."""
         field = self._reader.fields[key]
         return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
+
+    def special_tokens(self) -> dict[str, str]:
+        """The words that begin a text, end it and so on, by transformers' names."""
+        names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+        found = {}
+        with reading(self.path):
+            for theirs, ours in names.items():
+                if (i := self.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
+                    field = self._reader.fields["tokenizer.ggml.tokens"]
+                    word = bytes(field.parts[field.data[i]])
+                    found[f"{ours}_token"] = word.decode("utf-8")
+        return found
 
 
 # %% [markdown]
@@ -473,9 +487,17 @@ def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
+# %% [markdown]
+# A head of eight rows, numbered as they lie in the file, comes out in this order:
+
 # %%
-rows = torch.arange(8.0)[:, None]  # one head of 8 rows, as the file has them
+rows = torch.arange(8.0)[:, None]
 print([int(i) for i in _unpermute(rows, 1).flatten()])
+
+# %% [markdown]
+# Row 0 turned with its neighbour 1 in the file, and turns with the row four places on here. The
+# shape comes from the file's metadata, and again everything that would change the numbers is either
+# handled or refused.
 
 
 # %% export="loader.py"
@@ -550,8 +572,7 @@ def load_model(
             config, tensors = gguf_config(checkpoint), checkpoint.tensors(dtype)
         else:
             config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-        seen = _count(tensors, config, progress)
-        model = build(config, seen, device, dtype, source)
+        model = build(config, tensors, device, dtype, source, progress)
         if isinstance(checkpoint, GGUFFile):
             stretch(model, checkpoint.rope_factors())
         return model
@@ -566,18 +587,6 @@ def stretch(model: Decoder, factors: Tensor | None) -> None:
         model.frequencies = plain / factors.to(plain.device)
 
 
-def _count(
-    tensors: Iterator[tuple[str, Tensor]], config: ModelConfig, progress: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass the tensors on, and draw how many of them have come."""
-    with torch.device("meta"):
-        total = len(Decoder(config).state_dict())
-    with progress_bar("loading weights", total, progress) as advance:
-        for pair in tensors:
-            yield pair
-            advance(1)
-
-
 # %% [markdown]
 # Every tensor of the file must find its place, and every place its tensor.
 
@@ -589,32 +598,40 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     source: Path,
+    progress: bool = False,
 ) -> Decoder:
     """Make a decoder and fill every parameter, by name."""
     with torch.device("meta"):
         model = Decoder(config)
     waiting = dict(model.named_parameters())
-    for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and config.tied_head
-        ):
-            continue
-        if name not in waiting:
-            raise LoadError(
-                f"{source}: the checkpoint's tensor {name} has no place in the model"
-            )
-        if tensor.shape != waiting[name].shape:
-            shapes = f"{list(tensor.shape)}, expected {list(waiting[name].shape)}"
-            raise LoadError(f"{source}: tensor {name} has shape {shapes}")
-        _put(model, name, tensor.to(device=device, dtype=dtype))
-        del waiting[name]
-    if config.tied_head and waiting.pop("lm_head.weight", None) is not None:
-        model.lm_head.weight = model.embed_tokens.weight
+    if config.tied_head:
+        del waiting["lm_head.weight"]
+    with progress_bar("loading weights", len(waiting), progress) as advance:
+        for name, tensor in tensors:
+            if name.endswith("rotary_emb.inv_freq") or (
+                name == "lm_head.weight" and config.tied_head
+            ):
+                continue
+            _check_place(name, tensor, waiting.pop(name, None), source)
+            _put(model, name, tensor.to(device=device, dtype=dtype))
+            advance(1)
     if waiting:
         raise LoadError(
             f"{source}: the checkpoint lacks {min(waiting)} ({len(waiting)} missing)"
         )
+    if config.tied_head:
+        model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
+
+
+def _check_place(name: str, tensor: Tensor, place: Tensor | None, source: Path) -> None:
+    if place is None:
+        raise LoadError(
+            f"{source}: the checkpoint's tensor {name} has no place in the model"
+        )
+    if tensor.shape != place.shape:
+        shapes = f"{list(tensor.shape)}, expected {list(place.shape)}"
+        raise LoadError(f"{source}: tensor {name} has shape {shapes}")
 
 
 def _put(model: Decoder, name: str, tensor: Tensor) -> None:
@@ -712,32 +729,36 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 # %% [markdown]
-# The tokenizer's own settings may name a third end token, beside those of the two config files.
+# Some words of the vocabulary have a role: one begins a text, one ends it. Their names lie in the
+# tokenizer's settings or in the metadata of the GGUF file. So there may be a third end token, beside
+# those of the two config files.
 
 
 # %% export="tokenizer.py"
 def tokenizer_ends(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None
 ) -> frozenset[int]:
-    """The end token of tokenizer_config.json, as an id, if there is one."""
-    if isinstance(checkpoint, GGUFFile) or tokenizer is None:
-        return frozenset()
-    path = checkpoint / "tokenizer_config.json"
-    with reading(path):
-        name = read_settings(path).get("eos_token")
-        found = tokenizer.token_to_id(name) if name else None
+    """The tokenizer's own end token, as an id, if it has one."""
+    name = special_tokens(checkpoint).get("eos_token") if tokenizer else None
+    found = tokenizer.token_to_id(name) if tokenizer and name else None
     return frozenset() if found is None else frozenset([found])
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file beside a model, if it is there; special tokens are text in it."""
-    found = read_json(path) if path.is_file() else {}
-    return {
-        name: value.get("content")
-        if name.endswith("_token") and isinstance(value, dict)
-        else value
-        for name, value in found.items()
+def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
+    """The words with a role, by the names that chat templates know: bos_token."""
+    if isinstance(checkpoint, GGUFFile):
+        return checkpoint.special_tokens()
+    found = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in read_settings(checkpoint).items()
+        if name.endswith("_token")
     }
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def read_settings(folder: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:
+    """A JSON file beside a model, if it is there."""
+    return read_json(folder / name) if (folder / name).is_file() else {}
 
 
 # %% [markdown]
@@ -849,7 +870,9 @@ print(
 # word's space only when another word comes before it. (The window is vLLM's.) Later it begins
 # anew from time to time, and only where a character does.
 #
-# A *writer* does this for one request.
+# A *writer* does this for one request. It knows how many characters its window had (`_num_said`) and
+# how many of them it has given out (`_num_written`). A new token makes the window's text longer, or
+# shorter: then replacement characters have become one real one.
 
 
 # %% export="tokenizer.py"
@@ -955,6 +978,16 @@ class TextWriter(TextWriter):
         return any(stop.startswith(end) for stop in self._stops)
 
 
+# %% [markdown]
+# First the emoji, token by token, and a word behind it; then a stop string that begins in one token
+# and ends in another.
+
+# %%
+writer = TextWriter(tokenizer, ids, SamplingParams())
+for i in [*emoji, *tokenizer.encode(" yes").ids]:
+    writer.push(i)
+    print(repr(writer.text(finished=False)))
+
 # %% name="spanning"
 writer = TextWriter(tokenizer, ids, SamplingParams(stop=["is, of"]))
 for i in tokenizer.encode(" Paris is, is, of course, large").ids:
@@ -1003,7 +1036,7 @@ for temperature in (1.0, 0.01, 1e-40, 0.0):
 # %% export="sampling.py"
 """From logits to token ids, for a batch at once: each row as if it were alone."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 import torch
@@ -1012,6 +1045,8 @@ from torch import Tensor
 from minivllm.batch import Chunk
 from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
 from minivllm.runner import greedy
+
+Head = Callable[[Tensor], Tensor]  # what makes logits of rows
 
 
 def column(values: Iterable[float], like: Tensor) -> Tensor:
@@ -1051,13 +1086,16 @@ class Sampler:
         self.seed = seed
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    def __call__(
+        self, logits: Tensor, chunks: Sequence[Chunk], head: Head | None = None
+    ) -> list[int]:
         """The rows that the chunks want [rows, vocab] -> a token for each that samples.
 
-        It is -1 where the logits are not numbers. Logprobs are left on the chunks.
+        It is -1 where the logits are not numbers. Logprobs are left on the chunks. If
+        any scores its prompt, the rows are what the head makes logits of.
         """
-        if any(chunk.num_scored for chunk in chunks):
-            logits, chunks = score_prompts(logits, chunks)
+        if head and any(chunk.num_scored for chunk in chunks):
+            logits, chunks = score_prompts(logits, chunks, head)
         tokens = greedy(logits, chunks)
         rows = [i for i, chunk in enumerate(chunks) if not is_plain(chunk.params)]
         if rows:
@@ -1110,8 +1148,8 @@ def is_plain(params: SamplingParams) -> bool:
 #
 # Each of these needs to know what was said so far. A table of counts beside each request would be
 # quick, and one more thing that a preemption can leave wrong. But the tokens are there already,
-# with their owner, and the chunk points at them. So we count anew in each step, which takes some
-# thirty microseconds for 500 tokens. Only tokens that occur are touched, not the whole vocabulary.
+# with their owner, and the chunk points at them. So we count anew in each step, and touch only the
+# tokens that occur, not the whole vocabulary.
 
 
 # %% export="sampling.py"
@@ -1325,9 +1363,6 @@ print("between ", between)
 
 
 # %% export="sampling.py"
-ROWS_AT_ONCE = 128  # bounds what a prompt's log-probabilities take in memory
-
-
 def logprobs_of(
     logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
 ) -> list[Logprobs]:
@@ -1336,16 +1371,6 @@ def logprobs_of(
     Of the row's `nums` likeliest tokens (-1: all), then of its own, with their ranks.
     Raises `FloatingPointError` for a row that has none.
     """
-    tables = []
-    for first in range(0, len(token_ids), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        tables += _tables(logits[part], token_ids[part], nums[part])
-    return tables
-
-
-def _tables(
-    logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
-) -> list[Logprobs]:
     scores = torch.log_softmax(logits.float(), dim=-1)
     if not scores.amax(-1).isfinite().all():
         raise FloatingPointError("the model's logits are not numbers")
@@ -1373,10 +1398,11 @@ def score_tokens(
     """Leave the logprobs of the chosen tokens on the chunks that ask for them."""
     rows = [row for row, token in enumerate(tokens) if token >= 0]
     rows = [row for row in rows if chunks[row].params.logprobs is not None]
-    nums = [chunks[row].params.logprobs or 0 for row in rows]
-    found = logprobs_of(logits[rows], [tokens[row] for row in rows], nums)
-    for row, table in zip(rows, found, strict=True):
-        chunks[row].logprobs = table
+    if rows:
+        nums = [chunks[row].params.logprobs or 0 for row in rows]
+        found = logprobs_of(logits[rows], [tokens[row] for row in rows], nums)
+        for row, table in zip(rows, found, strict=True):
+            chunks[row].logprobs = table
 
 
 # %% name="logprobs"
@@ -1392,32 +1418,49 @@ for token, entry in chunk.logprobs.items():
 # The same can be asked of the *prompt*: how likely was each of its tokens, given those before? The
 # answer costs more than it seems. The logits after every token are needed, not after the last
 # alone, and a cache keeps none. So such a request reads nothing from the prefix cache and waits
-# for nobody; what it computes is published like everybody else's. A chunk of 2,048 tokens makes
-# 2,048 rows of logits, with 49,152 numbers each: [402](#rows) MB. They are used up chunk by chunk,
-# and what is kept of a row is a small table.
+# for nobody; what it computes is published like everybody else's. A chunk of 2,048 tokens would
+# make 2,048 rows of logits, with 49,152 numbers each: [402](#rows) MB for the default model, and
+# three times that for one with Qwen's vocabulary. But what is kept of a row is a small table. So
+# the runner hands the rows over as they come out of the last layer, [576](#rows) numbers each, and the head
+# is applied here, to 128 rows at a time: [25](#rows) MB, however long the prompt is.
 
 # %% name="rows"
-print(2048 * 49_152 * 4 // 10**6, "MB")
+for rows in (2048, 128):
+    print(rows, "rows of logits:", rows * 49_152 * 4 // 10**6, "MB")
+print("a row before the head:", file.get(".embedding_length"), "numbers")
 
 
 # %% export="sampling.py"
-def score_prompts(
-    logits: Tensor, chunks: Sequence[Chunk]
-) -> tuple[Tensor, list[Chunk]]:
-    """Leave the prompts' logprobs on the chunks; return rows and chunks that sample.
+ROWS_AT_ONCE = 128  # bounds what a prompt's logits take in memory
 
-    A chunk's rows are those of the tokens that it scores, then its last if it samples.
+
+def score_prompts(
+    rows: Tensor, chunks: Sequence[Chunk], head: Head
+) -> tuple[Tensor, list[Chunk]]:
+    """Leave the prompts' logprobs on the chunks; the logits and chunks that sample.
+
+    A chunk's rows [rows, hidden], of which the head makes logits, are those of the
+    tokens that it scores, then its last if it samples.
     """
     sampling: list[int] = []
     first = 0
     for chunk in chunks:
         end = first + chunk.num_scored
-        after = chunk.known[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
-        nums = [chunk.params.prompt_logprobs or 0] * chunk.num_scored
-        chunk.prompt_logprobs = logprobs_of(logits[first:end], after, nums)
+        chunk.prompt_logprobs = _score(rows[first:end], chunk, head)
         sampling += [end] * chunk.samples
         first = end + chunk.samples
-    return logits[sampling], [chunk for chunk in chunks if chunk.samples]
+    return head(rows[sampling]).float(), [chunk for chunk in chunks if chunk.samples]
+
+
+def _score(rows: Tensor, chunk: Chunk, head: Head) -> list[Logprobs]:
+    """The logprobs of the tokens after a chunk's rows, a few rows at a time."""
+    after = chunk.known[chunk.start + 1 : chunk.start + 1 + len(rows)]
+    num, tables = chunk.params.prompt_logprobs or 0, []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[first : first + ROWS_AT_ONCE]
+        ids = after[first : first + ROWS_AT_ONCE]
+        tables += logprobs_of(head(some), ids, [num] * len(ids))
+    return tables
 
 
 # %% [markdown]

@@ -260,13 +260,18 @@ for attempt in (
 # ## From names to objects
 #
 # This is the composition root, the one function that knows all policies. It takes any runner,
-# so a simulated engine is put together by the same lines. Three choices are more than a name in a
-# table. A grouping asks the cache, so it is made after it. `schedule` publishes like `step`, and announces besides. And a release after prefill
-# promises followers the leader's prompt, so the prompt is published then, whatever the
-# publication policy says. Who waits for a part of a prompt is a matter of the queue, and a
-# wrapper around its grouping. Without an index there is nothing to announce, and nothing to
-# wait for. The explainer of [chapter 13](13_explain.md) is hung on last, when all is there that
-# it watches.
+# so a simulated engine is put together by the same lines. Some choices are more than a name in a
+# table:
+#
+# - A [grouping](12_grouping.md) asks the cache what a request would find, so it is made after it.
+# - `publish="schedule"` publishes like `step`, and [announces](09_publication.md) besides.
+# - `single_flight="prefill"` promises [followers](10_single_flight.md) the leader's prompt. So the
+#   prompt is published when it is computed, whatever the publication policy says.
+# - `wait_for_prefix`, a wait for *part* of a prompt, is a matter of the queue: a wrapper around its
+#   grouping.
+# - Without an index there is nothing to announce, and nothing to wait for.
+#
+# The explainer of [chapter 13](13_explain.md) is hung on last, when all is there that it watches.
 
 
 # %% export="options.py"
@@ -863,7 +868,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.loader import Checkpoint, GGUFFile, reading
-from minivllm.tokenizer import read_settings
+from minivllm.tokenizer import read_settings, special_tokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -877,7 +882,10 @@ class ChatTemplate:
     tokens: Mapping[str, str] = field(default_factory=dict)  # by name, as bos_token
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as text, by default up to where the answer begins.
 
@@ -889,6 +897,7 @@ class ChatTemplate:
         try:
             texts, _ = render_jinja_template(
                 [conversation],
+                tools=tools and [*tools],
                 chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,
                 **self.tokens,
@@ -941,8 +950,8 @@ def _text_of(index: int, content: Any) -> str:
 
 
 # %% [markdown]
-# Where the template lies: in a file of its own, among the tokenizer's settings (there it may be
-# a list, with one named "default"), or in the metadata of a GGUF file.
+# The four places: a file of its own, an older kind of such a file, the tokenizer's settings (there
+# it may be a list, with one named "default"), and the metadata of a GGUF file.
 
 
 # %% export="chat.py"
@@ -950,30 +959,21 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     """The chat template of a folder or GGUF file; None where there is none."""
     if isinstance(checkpoint, GGUFFile):
         source = checkpoint.get("tokenizer.chat_template")
-        return ChatTemplate(source, _gguf_tokens(checkpoint)) if source else None
-    with reading(path := checkpoint / "tokenizer_config.json"):
-        settings = read_settings(path)
-        source = _folder_template(checkpoint, settings)
-    tokens = {name: text for name, text in settings.items() if name.endswith("_token")}
-    known = {name: text for name, text in tokens.items() if isinstance(text, str)}
-    return ChatTemplate(source, known) if source else None
+    else:
+        with reading(f"{checkpoint}: its chat template"):
+            source = _folder_template(checkpoint)
+    return ChatTemplate(source, special_tokens(checkpoint)) if source else None
 
 
-def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _folder_template(folder: Path) -> str | None:
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text("utf-8")
-    older = read_settings(folder / "chat_template.json")
-    found = older.get("chat_template") or settings.get("chat_template")
+    places = ("chat_template.json", "tokenizer_config.json")
+    programs = (read_settings(folder, name).get("chat_template") for name in places)
+    found = next(filter(None, programs), None)
     if isinstance(found, list):
         return next((t["template"] for t in found if t["name"] == "default"), None)
     return found
-
-
-def _gguf_tokens(file: GGUFFile) -> dict[str, str]:
-    words = file.strings("tokenizer.ggml.tokens")
-    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    ids = {ours: file.get(f"tokenizer.ggml.{n}_token_id") for n, ours in names.items()}
-    return {f"{n}_token": words[i] for n, i in ids.items() if i is not None}
 
 
 # %% [markdown]
@@ -998,18 +998,18 @@ print(template.render([{"role": "user", "content": "Who are you?"}]))
 # %% [markdown]
 # ## Where, how exact, how much
 #
-# Everything so far was the same on every machine. Four values are not. The device: CUDA if there is one, else Apple's MPS,
-# else the CPU. The number format: 16 bit where the hardware likes it; on a CPU float32,
-# because many CPUs are slower in 16 bit than in 32. The number of pages: a share of the
-# memory that is free, since K/V memory is taken whole, before the first request. A pool that
-# grew with the load would fail in the middle of somebody's answer; one that is taken at the
-# start fails there, with a line that names `num_pages`.
+# Everything so far was the same on every machine. Four values are not.
 #
-# And where the device is a CPU, [kernels](19_kernels.md) that know it compute the decode steps,
-# if Numba is installed.
+# - The device: CUDA if there is one, else Apple's MPS, else the CPU.
+# - The number format: 16 bit where the hardware likes it; on a CPU float32, because many CPUs are
+#   slower in 16 bit than in 32.
+# - The number of pages: a share of the memory that is free, since K/V memory is taken whole, before
+#   the first request. A pool that grew with the load would fail in the middle of somebody's answer;
+#   one that is taken at the start fails there, with a line that names `num_pages`.
+# - The kernels: on a CPU those of [chapter 19](19_kernels.md), if Numba is installed.
 #
 # Each has a name to be said instead, and what cannot be done is refused: a device that is not
-# there must not become a CPU in silence. An engine that is thirty times slower than yesterday
+# there must not become a CPU in silence. An engine that is many times slower than yesterday
 # is a worse message than one line.
 
 
@@ -1422,8 +1422,8 @@ def _plain(value: Any) -> Any:
 
 
 # %% [markdown]
-# A notebook shows the value of a cell's last line. A list of outputs is a wall of token ids, so
-# ours shows a table, and an `LLM` shows what it is and what it has done. No times: a notebook
+# A notebook shows the value of a cell's last line. A list of outputs would be a wall of token ids.
+# Ours is a table there, and an `LLM` says what it is and what it has done. No times: a notebook
 # that runs again should look the same.
 
 
@@ -1431,9 +1431,15 @@ def _plain(value: Any) -> Any:
 class Outputs(list[RequestOutput]):
     """The outputs of one call; a notebook shows them as a table."""
 
-    def _repr_html_(self) -> str:
+    def _rows(self) -> list[tuple[object, ...]]:
         head = ("prompt", "answer", "cached", "computed", "why", "new", "ended by")
-        return _table([head, *(row for output in self for row in _rows_of(output))])
+        return [head, *(row for output in self for row in _rows_of(output))]
+
+    def _repr_html_(self) -> str:
+        return _table(self._rows())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(_lines(self._rows()))  # IPython, where there is no HTML
 
 
 def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
@@ -1450,16 +1456,27 @@ def _table(rows: Iterable[Iterable[object]]) -> str:
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
+def _lines(rows: Iterable[Iterable[object]]) -> str:
+    shown = ([" ".join(str(x).split())[:80] for x in row] for row in rows)
+    return "\n".join(map(" | ".join, shown))
+
+
 class LLM(LLM):
+    def __repr__(self) -> str:
+        return _lines(self._rows())
+
     def _repr_html_(self) -> str:
+        return _table(self._rows())
+
+    def _rows(self) -> list[tuple[object, ...]]:
         if self._engine is None:
-            return _table([(self.model, "closed")])
+            return [(self.model, "closed")]
         plain, told = EngineOptions(), self.stats()
         names = (each.name for each in fields(EngineOptions))
         chosen = [(n, getattr(self.options, n)) for n in names]
         unusual = [pair for pair in chosen if pair[1] != getattr(plain, pair[0])]
         counts = [(n.replace("_", " "), f"{told[n]:,}") for n in SUMMARY]
-        return _table([("model", self.model), *unusual, *counts])
+        return [("model", self.model), *unusual, *counts]
 
 
 SUMMARY = (
@@ -1472,17 +1489,34 @@ SUMMARY = (
 
 
 # %% [markdown]
-# The three lines:
+# Here is vLLM's quickstart, in its own names. Two values are ours: the model, and a temperature of 0,
+# so that you see the words that stand here.
 
-# %%
-llm = LLM("smollm2")
-params = SamplingParams(temperature=0, max_tokens=8)
-outputs = llm.generate(["The capital of France is", "The capital of Italy is"], params)
+# %% name="quickstart"
+prompts = [
+    "Hello, my name is",
+    "The capital of France is",
+    "The future of AI is",
+]
+sampling_params = SamplingParams(temperature=0, top_p=0.95, max_tokens=8)
+
+llm = LLM(model="smollm2")
+outputs = llm.generate(prompts, sampling_params)
+
 for output in outputs:
-    print(output.prompt, "→", output.outputs[0].text)
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
 
 # %% [markdown]
-# And what this engine is for. A longer prompt, twice, one after the other:
+# And what a notebook makes of the list, where the loop is not wanted:
+
+# %%
+outputs
+
+# %% [markdown]
+# Nothing was reused, and the table says why: five tokens fill no page of 16. Now what this engine is
+# for: a longer prompt, twice, one after the other.
 
 # %%
 question = (
@@ -1507,6 +1541,9 @@ print(
 changed = question.replace("guide says", "new guide says", 1)
 print(output.reuse)
 print(llm.generate(changed, SamplingParams(temperature=0, max_tokens=4))[0].reuse)
+
+# %% [markdown]
+# This is what the line `LLM(model="smollm2")` has put together:
 
 # %% tags=["hide-input"]
 from minivllm.drawing import Branch, draw_tree
@@ -1889,9 +1926,26 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-# %%
+# %% [markdown]
+# A file wants eight tokens and no chance in their choice; a variable wants two tokens:
+
+# %% name="nearest"
 import contextlib
 
+asked = ["generate", "--prompt", "The future of AI is"]
+with TemporaryDirectory() as folder, contextlib.redirect_stderr(sys.stdout):
+    file = Path(folder, "engine.toml")
+    file.write_text("max_tokens = 8\ntemperature = 0\nnum_pages = 64\n", "utf-8")
+    os.environ["MINIVLLM_MAX_TOKENS"] = "2"
+    for more in ([], ["--max-tokens", "4"]):
+        with contextlib.suppress(SystemExit):
+            main([*asked, "--config", str(file), *more])
+    del os.environ["MINIVLLM_MAX_TOKENS"]
+
+# %% [markdown]
+# The variable beat the file, and the command line both. And three mistakes:
+
+# %%
 for arguments in (
     ["generate", "--prompt", "Hello", "--model", "nowhere.gguf"],
     ["generate", "--prompt", "Hello", "--index", "radics"],

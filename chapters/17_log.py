@@ -377,7 +377,6 @@ class Asked:
 import json
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -435,9 +434,8 @@ class Encoder:
         last = messages[-1]
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
-        if tools and "tools" in template.source:  # one more variable of the program
-            template = replace(template, tokens={**template.tokens, "tools": tools})
-            tools = None
+        if "tools" in template.source:
+            return str(template.render(messages, tools=tools))
         dumped = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
         return "\n".join([*dumped, template.render(messages)])
 

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (37834e47): edit the chapter.
+# Exported from chapters/14_llm.py (0946d691): edit the chapter.
 """From a conversation to the text that the model was trained to continue."""
 
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.loader import Checkpoint, GGUFFile, reading
-from minivllm.tokenizer import read_settings
+from minivllm.tokenizer import read_settings, special_tokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,7 +21,10 @@ class ChatTemplate:
     tokens: Mapping[str, str] = field(default_factory=dict)  # by name, as bos_token
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as text, by default up to where the answer begins.
 
@@ -33,6 +36,7 @@ class ChatTemplate:
         try:
             texts, _ = render_jinja_template(
                 [conversation],
+                tools=tools and [*tools],
                 chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,
                 **self.tokens,
@@ -82,27 +86,18 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     """The chat template of a folder or GGUF file; None where there is none."""
     if isinstance(checkpoint, GGUFFile):
         source = checkpoint.get("tokenizer.chat_template")
-        return ChatTemplate(source, _gguf_tokens(checkpoint)) if source else None
-    with reading(path := checkpoint / "tokenizer_config.json"):
-        settings = read_settings(path)
-        source = _folder_template(checkpoint, settings)
-    tokens = {name: text for name, text in settings.items() if name.endswith("_token")}
-    known = {name: text for name, text in tokens.items() if isinstance(text, str)}
-    return ChatTemplate(source, known) if source else None
+    else:
+        with reading(f"{checkpoint}: its chat template"):
+            source = _folder_template(checkpoint)
+    return ChatTemplate(source, special_tokens(checkpoint)) if source else None
 
 
-def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _folder_template(folder: Path) -> str | None:
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text("utf-8")
-    older = read_settings(folder / "chat_template.json")
-    found = older.get("chat_template") or settings.get("chat_template")
+    places = ("chat_template.json", "tokenizer_config.json")
+    programs = (read_settings(folder, name).get("chat_template") for name in places)
+    found = next(filter(None, programs), None)
     if isinstance(found, list):
         return next((t["template"] for t in found if t["name"] == "default"), None)
     return found
-
-
-def _gguf_tokens(file: GGUFFile) -> dict[str, str]:
-    words = file.strings("tokenizer.ggml.tokens")
-    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    ids = {ours: file.get(f"tokenizer.ggml.{n}_token_id") for n, ours in names.items()}
-    return {f"{n}_token": words[i] for n, i in ids.items() if i is not None}

@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (a0dcfc93): edit the chapter.
+# Exported from chapters/17_log.py (390891e6): edit the chapter.
 """Which fields of a log's requests keep a prefix cache from finding more."""
 
 import json
@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -149,9 +149,8 @@ class Encoder:
         last = messages[-1]
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
-        if tools and "tools" in template.source:  # one more variable of the program
-            template = replace(template, tokens={**template.tokens, "tools": tools})
-            tools = None
+        if "tools" in template.source:
+            return str(template.render(messages, tools=tools))
         dumped = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
         return "\n".join([*dumped, template.render(messages)])
 

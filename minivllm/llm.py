@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (884b6d5f): edit the chapter.
+# Exported from chapters/14_llm.py (fa1c9426): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -300,15 +300,21 @@ class LLM:
             for name in engine.unfinished():
                 engine.abort(name)
 
+    def __repr__(self) -> str:
+        return _lines(self._rows())
+
     def _repr_html_(self) -> str:
+        return _table(self._rows())
+
+    def _rows(self) -> list[tuple[object, ...]]:
         if self._engine is None:
-            return _table([(self.model, "closed")])
+            return [(self.model, "closed")]
         plain, told = EngineOptions(), self.stats()
         names = (each.name for each in fields(EngineOptions))
         chosen = [(n, getattr(self.options, n)) for n in names]
         unusual = [pair for pair in chosen if pair[1] != getattr(plain, pair[0])]
         counts = [(n.replace("_", " "), f"{told[n]:,}") for n in SUMMARY]
-        return _table([("model", self.model), *unusual, *counts])
+        return [("model", self.model), *unusual, *counts]
 
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -353,9 +359,15 @@ def _plain(value: Any) -> Any:
 class Outputs(list[RequestOutput]):
     """The outputs of one call; a notebook shows them as a table."""
 
-    def _repr_html_(self) -> str:
+    def _rows(self) -> list[tuple[object, ...]]:
         head = ("prompt", "answer", "cached", "computed", "why", "new", "ended by")
-        return _table([head, *(row for output in self for row in _rows_of(output))])
+        return [head, *(row for output in self for row in _rows_of(output))]
+
+    def _repr_html_(self) -> str:
+        return _table(self._rows())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(_lines(self._rows()))  # IPython, where there is no HTML
 
 
 def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
@@ -370,6 +382,11 @@ def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
 def _table(rows: Iterable[Iterable[object]]) -> str:
     lines = ("".join(f"<td>{escape(str(x))}</td>" for x in row) for row in rows)
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def _lines(rows: Iterable[Iterable[object]]) -> str:
+    shown = ([" ".join(str(x).split())[:80] for x in row] for row in rows)
+    return "\n".join(map(" | ".join, shown))
 
 
 SUMMARY = (

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (f6cbed2f): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (17c2dca9): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -267,6 +267,18 @@ class GGUFFile:
         field = self._reader.fields[key]
         return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
 
+    def special_tokens(self) -> dict[str, str]:
+        """The words that begin a text, end it and so on, by transformers' names."""
+        names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+        found = {}
+        with reading(self.path):
+            for theirs, ours in names.items():
+                if (i := self.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
+                    field = self._reader.fields["tokenizer.ggml.tokens"]
+                    word = bytes(field.parts[field.data[i]])
+                    found[f"{ours}_token"] = word.decode("utf-8")
+        return found
+
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
         heads = self.get(".attention.head_count")
@@ -389,8 +401,7 @@ def load_model(
             config, tensors = gguf_config(checkpoint), checkpoint.tensors(dtype)
         else:
             config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-        seen = _count(tensors, config, progress)
-        model = build(config, seen, device, dtype, source)
+        model = build(config, tensors, device, dtype, source, progress)
         if isinstance(checkpoint, GGUFFile):
             stretch(model, checkpoint.rope_factors())
         return model
@@ -405,50 +416,46 @@ def stretch(model: Decoder, factors: Tensor | None) -> None:
         model.frequencies = plain / factors.to(plain.device)
 
 
-def _count(
-    tensors: Iterator[tuple[str, Tensor]], config: ModelConfig, progress: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass the tensors on, and draw how many of them have come."""
-    with torch.device("meta"):
-        total = len(Decoder(config).state_dict())
-    with progress_bar("loading weights", total, progress) as advance:
-        for pair in tensors:
-            yield pair
-            advance(1)
-
-
 def build(
     config: ModelConfig,
     tensors: Iterator[tuple[str, Tensor]],
     device: torch.device,
     dtype: torch.dtype,
     source: Path,
+    progress: bool = False,
 ) -> Decoder:
     """Make a decoder and fill every parameter, by name."""
     with torch.device("meta"):
         model = Decoder(config)
     waiting = dict(model.named_parameters())
-    for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and config.tied_head
-        ):
-            continue
-        if name not in waiting:
-            raise LoadError(
-                f"{source}: the checkpoint's tensor {name} has no place in the model"
-            )
-        if tensor.shape != waiting[name].shape:
-            shapes = f"{list(tensor.shape)}, expected {list(waiting[name].shape)}"
-            raise LoadError(f"{source}: tensor {name} has shape {shapes}")
-        _put(model, name, tensor.to(device=device, dtype=dtype))
-        del waiting[name]
-    if config.tied_head and waiting.pop("lm_head.weight", None) is not None:
-        model.lm_head.weight = model.embed_tokens.weight
+    if config.tied_head:
+        del waiting["lm_head.weight"]
+    with progress_bar("loading weights", len(waiting), progress) as advance:
+        for name, tensor in tensors:
+            if name.endswith("rotary_emb.inv_freq") or (
+                name == "lm_head.weight" and config.tied_head
+            ):
+                continue
+            _check_place(name, tensor, waiting.pop(name, None), source)
+            _put(model, name, tensor.to(device=device, dtype=dtype))
+            advance(1)
     if waiting:
         raise LoadError(
             f"{source}: the checkpoint lacks {min(waiting)} ({len(waiting)} missing)"
         )
+    if config.tied_head:
+        model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
+
+
+def _check_place(name: str, tensor: Tensor, place: Tensor | None, source: Path) -> None:
+    if place is None:
+        raise LoadError(
+            f"{source}: the checkpoint's tensor {name} has no place in the model"
+        )
+    if tensor.shape != place.shape:
+        shapes = f"{list(tensor.shape)}, expected {list(place.shape)}"
+        raise LoadError(f"{source}: tensor {name} has shape {shapes}")
 
 
 def _put(model: Decoder, name: str, tensor: Tensor) -> None:

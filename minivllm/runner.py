@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (40b98cc0): edit the chapter.
+# Exported from chapters/05_model.py (bcd28717): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from minivllm.batch import Chunk
 from minivllm.linear import Maker, packed_product
 from minivllm.model import Decoder, Run, run_layers
 
-Sampler = Callable[[Tensor, Sequence[Chunk]], list[int]]  # [chunks, vocab] -> ids
+Sampler = Callable[..., list[int]]  # logits [chunks, vocab], chunks, head -> ids
 
 
-def greedy(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+def greedy(logits: Tensor, chunks: Sequence[Chunk], head: object = None) -> list[int]:
     """Choose the token with the largest logit; -1 unless that is a finite number."""
     assert len(logits) == len(chunks), "scoring a prompt takes chapter 6's sampler"
     best = logits.argmax(-1, keepdim=True)  # that of a NaN, where there is one
@@ -69,7 +69,7 @@ class ModelRunner:
         """One forward pass: write the chunks' K/V; a token for each that samples."""
         logits = self.logits(chunks)  # also if nobody samples: the K/V must be written
         wanted = [chunk for chunk in chunks if chunk.samples or chunk.num_scored]
-        tokens = self.sampler(logits, wanted) if wanted else []
+        tokens = self.sampler(logits, wanted, self.model.head) if wanted else []
         if min(tokens, default=0) < 0:
             raise FloatingPointError("the model's logits are not numbers")
         left = iter(tokens)
@@ -77,7 +77,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits after the tokens that chunks score, and their last if they sample."""
+        """Logits of the chunks that sample; if any scores, rows before the head."""
         plan = plan_batch(chunks, self.page_size, self.scratch_page, self.device)
         ids = torch.tensor(
             [t for chunk in chunks for t in chunk.token_ids], dtype=torch.long
@@ -89,5 +89,5 @@ class ModelRunner:
             wanted += [end - 1] * chunk.samples
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
-        given = (ids.to(self.device), self.memory, plan, rows)
-        return cast(Tensor, self.model(*given, self.backend.run))
+        given = (ids.to(self.device), self.memory, plan, rows, self.backend.run)
+        return cast(Tensor, self.model(*given, any(c.num_scored for c in chunks)))

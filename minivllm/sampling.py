@@ -1,7 +1,7 @@
-# Exported from chapters/06_weights_and_words.py (aec9e537): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (03449e36): edit the chapter.
 """From logits to token ids, for a batch at once: each row as if it were alone."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from minivllm.batch import Chunk
 from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
 from minivllm.runner import greedy
+
+Head = Callable[[Tensor], Tensor]  # what makes logits of rows
 
 
 def column(values: Iterable[float], like: Tensor) -> Tensor:
@@ -35,13 +37,16 @@ class Sampler:
         self.seed = seed
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    def __call__(
+        self, logits: Tensor, chunks: Sequence[Chunk], head: Head | None = None
+    ) -> list[int]:
         """The rows that the chunks want [rows, vocab] -> a token for each that samples.
 
-        It is -1 where the logits are not numbers. Logprobs are left on the chunks.
+        It is -1 where the logits are not numbers. Logprobs are left on the chunks. If
+        any scores its prompt, the rows are what the head makes logits of.
         """
-        if any(chunk.num_scored for chunk in chunks):
-            logits, chunks = score_prompts(logits, chunks)
+        if head and any(chunk.num_scored for chunk in chunks):
+            logits, chunks = score_prompts(logits, chunks, head)
         tokens = greedy(logits, chunks)
         rows = [i for i, chunk in enumerate(chunks) if not is_plain(chunk.params)]
         if rows:
@@ -179,9 +184,6 @@ def drop_below(logits: Tensor, bounds: Tensor) -> Tensor:
     return logits.masked_fill(logits < bounds, -torch.inf)
 
 
-ROWS_AT_ONCE = 128  # bounds what a prompt's log-probabilities take in memory
-
-
 def logprobs_of(
     logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
 ) -> list[Logprobs]:
@@ -190,16 +192,6 @@ def logprobs_of(
     Of the row's `nums` likeliest tokens (-1: all), then of its own, with their ranks.
     Raises `FloatingPointError` for a row that has none.
     """
-    tables = []
-    for first in range(0, len(token_ids), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        tables += _tables(logits[part], token_ids[part], nums[part])
-    return tables
-
-
-def _tables(
-    logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
-) -> list[Logprobs]:
     scores = torch.log_softmax(logits.float(), dim=-1)
     if not scores.amax(-1).isfinite().all():
         raise FloatingPointError("the model's logits are not numbers")
@@ -227,26 +219,40 @@ def score_tokens(
     """Leave the logprobs of the chosen tokens on the chunks that ask for them."""
     rows = [row for row, token in enumerate(tokens) if token >= 0]
     rows = [row for row in rows if chunks[row].params.logprobs is not None]
-    nums = [chunks[row].params.logprobs or 0 for row in rows]
-    found = logprobs_of(logits[rows], [tokens[row] for row in rows], nums)
-    for row, table in zip(rows, found, strict=True):
-        chunks[row].logprobs = table
+    if rows:
+        nums = [chunks[row].params.logprobs or 0 for row in rows]
+        found = logprobs_of(logits[rows], [tokens[row] for row in rows], nums)
+        for row, table in zip(rows, found, strict=True):
+            chunks[row].logprobs = table
+
+
+ROWS_AT_ONCE = 128  # bounds what a prompt's logits take in memory
 
 
 def score_prompts(
-    logits: Tensor, chunks: Sequence[Chunk]
+    rows: Tensor, chunks: Sequence[Chunk], head: Head
 ) -> tuple[Tensor, list[Chunk]]:
-    """Leave the prompts' logprobs on the chunks; return rows and chunks that sample.
+    """Leave the prompts' logprobs on the chunks; the logits and chunks that sample.
 
-    A chunk's rows are those of the tokens that it scores, then its last if it samples.
+    A chunk's rows [rows, hidden], of which the head makes logits, are those of the
+    tokens that it scores, then its last if it samples.
     """
     sampling: list[int] = []
     first = 0
     for chunk in chunks:
         end = first + chunk.num_scored
-        after = chunk.known[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
-        nums = [chunk.params.prompt_logprobs or 0] * chunk.num_scored
-        chunk.prompt_logprobs = logprobs_of(logits[first:end], after, nums)
+        chunk.prompt_logprobs = _score(rows[first:end], chunk, head)
         sampling += [end] * chunk.samples
         first = end + chunk.samples
-    return logits[sampling], [chunk for chunk in chunks if chunk.samples]
+    return head(rows[sampling]).float(), [chunk for chunk in chunks if chunk.samples]
+
+
+def _score(rows: Tensor, chunk: Chunk, head: Head) -> list[Logprobs]:
+    """The logprobs of the tokens after a chunk's rows, a few rows at a time."""
+    after = chunk.known[chunk.start + 1 : chunk.start + 1 + len(rows)]
+    num, tables = chunk.params.prompt_logprobs or 0, []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[first : first + ROWS_AT_ONCE]
+        ids = after[first : first + ROWS_AT_ONCE]
+        tables += logprobs_of(head(some), ids, [num] * len(ids))
+    return tables

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (bda9a544): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (97c947b9): edit the chapter.
 """Text to token ids and back."""
 
 from __future__ import annotations
@@ -78,25 +78,27 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
 def tokenizer_ends(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None
 ) -> frozenset[int]:
-    """The end token of tokenizer_config.json, as an id, if there is one."""
-    if isinstance(checkpoint, GGUFFile) or tokenizer is None:
-        return frozenset()
-    path = checkpoint / "tokenizer_config.json"
-    with reading(path):
-        name = read_settings(path).get("eos_token")
-        found = tokenizer.token_to_id(name) if name else None
+    """The tokenizer's own end token, as an id, if it has one."""
+    name = special_tokens(checkpoint).get("eos_token") if tokenizer else None
+    found = tokenizer.token_to_id(name) if tokenizer and name else None
     return frozenset() if found is None else frozenset([found])
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file beside a model, if it is there; special tokens are text in it."""
-    found = read_json(path) if path.is_file() else {}
-    return {
-        name: value.get("content")
-        if name.endswith("_token") and isinstance(value, dict)
-        else value
-        for name, value in found.items()
+def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
+    """The words with a role, by the names that chat templates know: bos_token."""
+    if isinstance(checkpoint, GGUFFile):
+        return checkpoint.special_tokens()
+    found = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in read_settings(checkpoint).items()
+        if name.endswith("_token")
     }
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def read_settings(folder: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:
+    """A JSON file beside a model, if it is there."""
+    return read_json(folder / name) if (folder / name).is_file() else {}
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:

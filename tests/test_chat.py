@@ -6,6 +6,7 @@ import json
 import weakref
 
 import pytest
+from IPython.lib.pretty import pretty
 from tiny_models import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -260,6 +261,9 @@ def test_a_notebook_shows_tables(llm):
     assert "w7 &amp; &lt;b&gt;" in shown and "2 token ids" in shown
     assert shown.count("<tr>") == 3 and "length" in shown
     assert isinstance(outputs, list)
+    told = pretty(outputs)
+    assert told.count("\n") == 2 and "\nw7 & <b> | " in told and "metrics" not in told
+    assert repr(llm).startswith("model | ") and " at 0x" not in repr(llm)
     about = llm._repr_html_()
     assert "<td>page_size</td><td>4</td>" in about  # chosen otherwise than usual
     assert "<td>lookups</td><td>2</td>" in about and "eviction" not in about

@@ -1,15 +1,17 @@
 """Loading: what a checkpoint says is what runs, or one line says why not."""
 
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import load, write_checkpoint
+from test_chat import Terminal
+from tiny_models import MODELS, load, write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from minivllm import LLM, SamplingParams
-from minivllm.loader import LoadError, open_checkpoint, read_config
+from minivllm.loader import LoadError, load_model, open_checkpoint, read_config
 
 
 def test_shards_and_their_index(tmp_path):
@@ -166,6 +168,19 @@ def test_the_tokenizers_end_token_ends(name, tmp_path):
     byte_tokenizer_file(tmp_path, eos_token=name)
     llm = LLM(str(tmp_path), num_pages=16)
     assert llm.engine.limits.eos_token_ids == {2, 90}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_long_load_draws_a_bar(name, tmp_path, monkeypatch):
+    """To its end, tied head or not; on a terminal only, and not if it is not wanted."""
+    write_checkpoint(tmp_path, name)
+    monkeypatch.setattr("minivllm.progress.PATIENCE_S", -1)
+    for progress in (True, False):
+        monkeypatch.setattr("sys.stderr", Terminal())
+        checkpoint = open_checkpoint(tmp_path)
+        load_model(checkpoint, torch.device("cpu"), torch.float32, progress)
+        drawn = sys.stderr.getvalue()
+        assert ("loading weights" in drawn and "100%" in drawn) == progress
 
 
 def test_prompts_of_other_kinds(tmp_path):

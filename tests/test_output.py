@@ -111,6 +111,20 @@ def test_logprobs_of_the_prompt(max_batch_tokens):
     assert len(outputs[1].prompt_logprobs) == 7 and outputs[3].prompt_logprobs == [None]
 
 
+def test_a_long_prompts_logits_are_never_there_at_once(monkeypatch):
+    """Whoever scores how much in a step: the head makes logits of a few rows."""
+    monkeypatch.setattr("minivllm.sampling.ROWS_AT_ONCE", 16)
+    llm, sizes = make_llm(num_pages=400), []
+    model = llm.engine.runner.model
+    head = model.head
+    model.head = lambda rows: sizes.append(len(rows)) or head(rows)
+    scored = [(PROMPT * n, cold(prompt_logprobs=1, logprobs=0)) for n in (12, 5)]
+    outputs = run(llm, [*scored, (PROMPT, cold())])
+    assert llm.stats()["prefill_tokens"] == 18 * 20 and max(sizes) == 16
+    for output in outputs[:2]:
+        check_logprobs(output, 0, 1)
+
+
 @pytest.mark.parametrize("index", ["radix", "hash", "none"])
 @pytest.mark.parametrize("publish", ["schedule", "step", "prompt", "finish"])
 @pytest.mark.parametrize("single_flight", ["none", "completion", "prefill"])

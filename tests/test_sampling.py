@@ -18,7 +18,7 @@ from transformers import (
 from minivllm import sampling
 from minivllm.batch import Chunk
 from minivllm.request import SamplingParams
-from minivllm.sampling import Sampler, bend, keep_likely, logprobs_of
+from minivllm.sampling import Sampler, bend, keep_likely
 
 VOCAB = 40
 
@@ -352,15 +352,26 @@ def test_so_many_were_asked_for(num, size):
 
 
 def test_many_rows_are_scored_in_parts():
-    """Nothing is lost between two parts, and NaN is not passed on."""
-    logits, rows = torch.randn(300, VOCAB), range(300)
-    tables = logprobs_of(logits, [i % VOCAB for i in rows], [1] * 300)
-    scores = logits.log_softmax(-1)
-    for i, table in enumerate(tables):
-        assert table[i % VOCAB].logprob == pytest.approx(float(scores[i, i % VOCAB]))
+    """Nothing is lost between two parts or chunks; the head sees a few rows at once."""
+    logits, params = torch.randn(452, VOCAB), SamplingParams(prompt_logprobs=1)
+    known, seen = array("i", [i % VOCAB for i in range(302)]), []
+    chunks = [
+        Chunk("a", known[:150], 0, [0], 0, False, params, known, 302),
+        Chunk("b", known, 0, [0], 0, True, params, known, 302),
+    ]
+    [token] = Sampler()(logits, chunks, lambda rows: seen.append(len(rows)) or rows)
+    assert 0 <= token < VOCAB and sum(seen) == 452 and max(seen) == 128
+    assert [len(each.prompt_logprobs) for each in chunks] == [150, 301]
+    tables, scores = (
+        [t for c in chunks for t in c.prompt_logprobs],
+        logits.log_softmax(1),
+    )
+    for row, table in enumerate(tables):
+        token = known[(row if row < 150 else row - 150) + 1]
+        assert table[token].logprob == pytest.approx(float(scores[row, token]))
     logits[200, 3] = math.nan
     with pytest.raises(FloatingPointError, match="not numbers"):
-        logprobs_of(logits, [0] * 300, [1] * 300)
+        Sampler()(logits, chunks, lambda rows: rows)
 
 
 # ---- The parameters ------------------------------------------------------------------

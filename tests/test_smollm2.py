@@ -267,6 +267,19 @@ def test_stop_strings_and_text(make_llm):
     assert whole.token_ids[: len(cut.outputs[0].token_ids)] == cut.outputs[0].token_ids
 
 
+def test_a_stop_string_ends_what_token_ids_began(make_llm):
+    """The prompt has no text; its continuation has, and the stop string is found."""
+    llm = make_llm()
+    ids = llm.tokenizer.encode(PROMPTS[0]).ids
+    params = SamplingParams(temperature=0, max_tokens=20, stop=["is."])
+    by_text, by_ids = llm.generate([PROMPTS[0], ids], params)
+    for output in (by_text, by_ids):
+        [answer] = output.outputs
+        assert answer.text == " Par" and answer.finish_reason == "stop"
+        assert answer.stop_reason == "is."
+    assert by_ids.prompt is None and by_ids.prompt_token_ids == ids
+
+
 def test_logprobs_spell_their_tokens(make_llm):
     """The words of prompt and answer are there, and likely; so is what stood second."""
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0)
