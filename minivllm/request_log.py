@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (9fdfd007): edit the chapter.
+# Exported from chapters/17_log.py (bb574f1f): edit the chapter.
 """Logs of requests, in the formats that people have, as bodies of OpenAI's API."""
 
 import json
@@ -103,8 +103,8 @@ def read_log(path: Path) -> Iterator[Line]:
                 if plain is None and text == "[":
                     yield from _whole(path, traces)
                     return
-                plain = not _is_json(text) if plain is None else plain
-                line.value = text if plain else json.loads(text)
+                line.value = text if plain else _value(text, plain is None)
+                plain = line.value is text if plain is None else plain
                 line.bodies = bodies_of(line.value, traces)
             except UnicodeDecodeError:
                 line.fault = "this is not text in UTF-8"
@@ -115,11 +115,15 @@ def read_log(path: Path) -> Iterator[Line]:
             yield line
 
 
-def _is_json(text: str) -> bool:
+def _value(text: str, may_be_plain: bool) -> Any:
     try:
-        return isinstance(json.loads(text), str | list | dict)
-    except (ValueError, RecursionError):
-        return text[:1] in ("{", "[")
+        value = json.loads(text)
+    except ValueError:
+        if may_be_plain and text[:1] not in ("{", "["):
+            return text
+        raise
+    other = isinstance(value, str | list | dict) or not may_be_plain
+    return value if other else text
 
 
 def _whole(path: Path, traces: LineReader) -> Iterator[Line]:

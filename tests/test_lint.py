@@ -19,6 +19,7 @@ from test_commands import command  # noqa: F401  # a fixture
 import minivllm.command_explain as command_explain
 from minivllm import LLM, SamplingParams
 from minivllm.chat import ChatTemplate
+from minivllm.explain import lost_tokens
 from minivllm.lint import (
     CacheOnly,
     Encoder,
@@ -29,7 +30,6 @@ from minivllm.lint import (
     differences,
     find_gaps,
     kind_of,
-    lost_tokens,
     rewrite,
 )
 
@@ -756,6 +756,12 @@ def test_two_files_of_chats(command, explain, tmp_path):  # noqa: F811
     assert told["findings"][0]["path"] == "tools"
     same = json.loads(command("explain", pair[0], pair[0], "--json")[1])
     assert same["findings"] == [] and same["caches"][0]["reused"] > 400
+
+
+def test_two_texts_that_have_nothing_in_common_are_no_fault(command, explain):  # noqa: F811
+    pair = "Write a poem on the sea.", "Who were the kings of Rome?"
+    assert json.loads(command("explain", *pair, "--json")[1])["findings"] == []
+    assert "no field breaks reuse" in command("explain", *pair)[1]
 
 
 def test_a_pair_tells_what_costs_nothing(command, explain):  # noqa: F811
