@@ -674,7 +674,8 @@ for one, other in (
 
 # %% [markdown]
 # Guesses, from the tokens of one difference. The last pair is two different questions, and nothing
-# is wrong. A difference of more than 48 tokens is taken for one as well.
+# is wrong. A difference of more than 48 tokens is taken for another text as well; who suspects a
+# longer one asks [chapter 17](17_log.md), which reads whole prompts.
 #
 # ## The explainer
 #

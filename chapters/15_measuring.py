@@ -1881,7 +1881,7 @@ def read_lines(path: Path, read: Callable[[dict[str, Any]], T]) -> dict[int, T]:
     """
     found, number = dict[int, T](), 0
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     found[number] = read(_read_line(line))

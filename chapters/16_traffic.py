@@ -1446,6 +1446,7 @@ from minivllm.workloads import TraceRequest, generate, read_trace, to_line
 POLICIES = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
 UNUSED = {"device", "dtype", "kernels", "seed", "explain", "explain_tokens"}
 LEFT_OUT = {"model", *SAMPLING, "num_pages", *UNUSED}
+NEEDED, CURVE = "0", "16K,64K,256K,1M,4M,16M,0"  # what --capacity, --capacities are
 
 
 def add_to(root: typer.Typer) -> None:
@@ -1476,7 +1477,7 @@ def size_name(tokens: int) -> str:
 
 def load_traffic(source: str, num_requests: int | None) -> list[TraceRequest]:
     """The requests of a file, or of a generator named `gen:…`."""
-    if num_requests is not None and num_requests < 1:
+    if num_requests is not None and not 1 <= num_requests < 2**31:
         raise ValueError(f"--requests must be at least 1, not {num_requests}")
     if source.startswith("gen:"):
         return generate(source.removeprefix("gen:"), num_requests or 200)
@@ -1487,7 +1488,7 @@ def combinations(options: dict[str, Any]) -> list[EngineOptions]:
     """The engines that lists of policies ask for. Raises `ValueError`."""
     known = {each.name for each in fields(EngineOptions)} - LEFT_OUT
     chosen = {name: options[name] for name in known}
-    lists = [str(chosen[name]).split(",") for name in POLICIES]
+    lists = [dict.fromkeys(str(chosen[name]).split(",")) for name in POLICIES]
     return [
         EngineOptions(**chosen | dict(zip(POLICIES, values, strict=True)))
         for values in product(*lists)
@@ -1563,7 +1564,8 @@ HEAD = f"{'tokens':>10} {'reused':>7}  TTFT {'P50':>9} {'P90':>9} {'P99':>9}"
 def in_words(outcome: Outcome) -> str:
     """A line of the table."""
     told, times = outcome.told, outcome.told["ttft_s"]
-    ttft = " ".join(f"{quantity(times[p], 's'):>9}" for p in times)
+    shown = (quantity(times[p], "s") if times else "-" for p in ("p50", "p90", "p99"))
+    ttft = " ".join(f"{each:>9}" for each in shown)
     counts = f"{outcome.totals['preemptions']:>9}"
     return (
         f"{size_name(outcome.capacity):>10} {told['hit_rate']:>7.1%}       {ttft}"
@@ -1627,7 +1629,7 @@ def simulate(
     ],
     capacity: Annotated[
         str, typer.Option(help="Tokens of K/V memory, a list; 0: as many as needed.")
-    ] = "0",
+    ] = NEEDED,
     cost: Annotated[
         str, typer.Option(help="A file of bench calibrate, 70b-8xh100 or 8b-h100.")
     ] = "70b-8xh100",
@@ -1636,7 +1638,7 @@ def simulate(
     ] = False,
     capacities: Annotated[
         str, typer.Option(help="Cache sizes of that curve, in tokens; 0: unbounded.")
-    ] = "16K,64K,256K,1M,4M,16M,0",
+    ] = CURVE,
     requests: Annotated[
         int | None, typer.Option(help="Only the first so many; generated ones: 200.")
     ] = None,
@@ -1661,6 +1663,8 @@ def simulate(
     check_place(write, "--write")
     check_place(svg, "--svg")
     check_place(trace, "--trace")
+    if capacity != NEEDED if cache_only else capacities != CURVE:
+        raise ValueError("--cache-only takes --capacities, a replay takes --capacity")
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
     traffic = load_traffic(source, requests)
     if options["page_size"] is None:
@@ -1963,7 +1967,7 @@ print(f"its reuse curve: {record['curve_cpu_s']:.1f} s")
 # the CPU: [227](#million) µs for each of them and [268](#million). A test counts instead of
 # timing: twice the requests, twice the calls. That is not a matter of course. An engine that *streams* makes an output for each token, with all
 # tokens so far, which grows with the square of an answer's length; a simulation needs the last one only, and asks
-# for it (`streams=False`, [chapter 7](07_engine.md)). The reuse curve takes less than a second, so
+# for it (`streams=False`, [chapter 7](07_engine.md)). The reuse curve takes [1.0](#million) s, so
 # begin with it: if it is flat between the memory that you have and the memory that you can get,
 # more memory will not help. If a replay then finds less than the curve, order, waiting or publication is
 # what is missing.

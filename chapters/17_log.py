@@ -223,7 +223,7 @@ def read_log(path: Path) -> Iterator[Line]:
     """The lines of a log, one at a time; a bad one has a `fault` and no bodies.
 
     A file whose first line is no JSON has a prompt on each line. A file that is one
-    JSON list over several lines is read whole.
+    JSON value over several lines, a list or a request, is read whole.
     """
     traces, plain = LineReader(), None
     with path.open("rb") as file:
@@ -235,7 +235,8 @@ def read_log(path: Path) -> Iterator[Line]:
                 text = raw.decode("utf-8-sig").strip()
                 if "\0" in text:
                     raise ValueError("this is not text")
-                if plain is None and text == "[":
+                if plain is None and text in ("[", "{"):
+                    plain = False
                     yield from _whole(path, traces)
                     return
                 line.value = text if plain else _value(text, plain is None)
@@ -244,7 +245,7 @@ def read_log(path: Path) -> Iterator[Line]:
             except UnicodeDecodeError:
                 line.fault = "this is not text in UTF-8"
             except json.JSONDecodeError as error:
-                line.fault = f"this is not JSON: {error}"
+                plain, line.fault = False, f"this is not JSON: {error}"
             except (ValueError, TypeError, RecursionError) as error:
                 line.fault = str(error)
             yield line
@@ -262,7 +263,9 @@ def _value(text: str, may_be_plain: bool) -> Any:
 
 
 def _whole(path: Path, traces: LineReader) -> Iterator[Line]:
-    for number, value in enumerate(json.loads(path.read_text("utf-8-sig")), 1):
+    whole = json.loads(path.read_text("utf-8-sig"))
+    values = whole if isinstance(whole, list) else [whole]
+    for number, value in enumerate(values, 1):
         raw = json.dumps(value, ensure_ascii=False).encode()
         try:
             yield Line(number, raw, value, bodies_of(value, traces))
@@ -436,6 +439,8 @@ class Encoder:
         if template is None:
             raise Missing("this model has no chat template: it cannot read messages")
         messages, tools = body["messages"], body.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise ValueError("tools must be a list")
         last = messages[-1]
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
@@ -1038,6 +1043,7 @@ class Finding:
     lost: Counter[CacheName] = field(default_factory=Counter)  # tokens
     line: int = 0  # of the first example
     example: Break | None = None
+    tried: bool = False  # whether somebody went through the log to move it
     moved: int = 0  # requests in which it was moved
 
     @property
@@ -1053,8 +1059,9 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What is done about it, or whoever writes the requests may do."""
-        done = "sort them" if self.path == "tools" else "move it behind what stays"
-        return done if self.movable else f"left: {ADVICE.get(self.cause, ADVICE[''])}"
+        if self.movable and (self.moved or not self.tried):
+            return "sort them" if self.path == "tools" else "move it behind what stays"
+        return f"left: {ADVICE.get(self.cause, ADVICE[''])}"
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the first example."""
@@ -1618,8 +1625,10 @@ class Report:
 
 def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None:
     """Read a log to find what breaks reuse, and once more to try it without."""
-    if path.is_dir() or (to and to.exists() and to.samefile(path)):
-        raise ValueError(f"{path} is a folder, or the file that --rewrite would write")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file: a log is read twice")
+    if to and to.exists() and to.samefile(path):
+        raise ValueError(f"{path} is the file that --rewrite would write")
     with progress_bar("log", 2 * path.stat().st_size) as advance:
         for line, asked in prompts_in(path, encoder, advance):
             report.add(asked)
@@ -1634,6 +1643,8 @@ def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None
                 for data in try_again(lines, report):
                     if file:
                         file.write(data + b"\n")
+            for finding in report.findings:
+                finding.tried = True
 
 
 def keep(body: Body) -> None:
@@ -1694,7 +1705,8 @@ def show(report: Report, out: Console) -> None:
     """A report for people."""
     linter, size = report.linter, size_name(report.capacity)
     counts = f"{linter.requests:,} requests, {linter.tokens:,} prompt tokens"
-    out.print(f"{counts}; caches of {size} tokens")
+    room = f"of {size} tokens" if report.capacity else "without bound"
+    out.print(f"{counts}; caches {room}")
     if common := report.common:
         more = (
             ""
@@ -1739,7 +1751,8 @@ def in_words(number: int, finding: Finding) -> Text:
         f"line {told['line']} has {one}, line {told['nearest_line']} {other}\n   "
     )
     done = f": done in {finding.moved:,} requests" if finding.moved else ""
-    return words.append(finding.remedy + done, "green" if finding.movable else "red")
+    left = finding.remedy.startswith("left")
+    return words.append(finding.remedy + done, "red" if left else "green")
 
 
 def costs(report: Report) -> Table:
@@ -1761,7 +1774,7 @@ def cost_rows(report: Report, names: list[CacheName]) -> Iterator[tuple[str, ...
         yield f"lost to {number}", *(f"{finding.lost[name]:,}" for name in names)
     linter, total = report.linter, report.tokens_after
     yield "reused", *(f"{linter.caches[n].reused / linter.tokens:.1%}" for n in names)
-    if total:
+    if total and any(finding.moved for finding in report.findings):
         yield "if moved", *(f"{report.after[n].reused / total:.1%}" for n in names)
 
 

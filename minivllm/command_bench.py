@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (a7fad1f1): edit the chapter.
+# Exported from chapters/15_measuring.py (500ce9f7): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -288,7 +288,7 @@ def serve_table(
         for kind, number in count_faults(each).items():
             yield f"{name}: {number} of {sum(map(len, each))} calls failed: {kind}"
         if count_faults(each):
-            yield f"{name}: its times are those of the other calls, so there is no ratio"
+            yield f"{name}: its times are those of the others, so there is no ratio"
         for kind, number in count_faults(warm[name]).items():
             size = sum(map(len, warm[name]))
             yield f"{name}: {number} of {size} calls of the warm-up failed: {kind}"

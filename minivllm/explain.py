@@ -1,4 +1,4 @@
-# Exported from chapters/13_explain.py (8b5b1544): edit the chapter.
+# Exported from chapters/13_explain.py (320dea30): edit the chapter.
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class History(RadixCache):
         super()._trim(leaf, num_pages)
 
     def nearest(self, ids: array[int], key: ExtraKey, look: int = LOOK) -> Nearest:
-        """Where a prompt leaves all that is remembered, and `look` tokens from there."""
+        """Where a prompt leaves all that is remembered, and how that goes on."""
         match, rest, name = self.match_prefix(ids, key), array("i"), ""
         node, at = match.end or (None, 0)
         skipped = ids[match.matched_len + 1 :][:1].tobytes()

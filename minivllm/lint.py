@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (6cbadfdf): edit the chapter.
+# Exported from chapters/17_log.py (61fefd3d): edit the chapter.
 """Which fields of a log's requests keep a prefix cache from finding more."""
 
 import json
@@ -146,6 +146,8 @@ class Encoder:
         if template is None:
             raise Missing("this model has no chat template: it cannot read messages")
         messages, tools = body["messages"], body.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise ValueError("tools must be a list")
         last = messages[-1]
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
@@ -525,6 +527,7 @@ class Finding:
     lost: Counter[CacheName] = field(default_factory=Counter)  # tokens
     line: int = 0  # of the first example
     example: Break | None = None
+    tried: bool = False  # whether somebody went through the log to move it
     moved: int = 0  # requests in which it was moved
 
     @property
@@ -540,8 +543,9 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What is done about it, or whoever writes the requests may do."""
-        done = "sort them" if self.path == "tools" else "move it behind what stays"
-        return done if self.movable else f"left: {ADVICE.get(self.cause, ADVICE[''])}"
+        if self.movable and (self.moved or not self.tried):
+            return "sort them" if self.path == "tools" else "move it behind what stays"
+        return f"left: {ADVICE.get(self.cause, ADVICE[''])}"
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the first example."""
