@@ -1789,7 +1789,8 @@ show(report, Console(force_jupyter=False, width=79, color_system=None, highlight
 
 # %% [markdown]
 # Two prompts instead of a log, as texts or files, are compared the same way: `minivllm explain A
-# B` also shows the two tokens where they part, and lists all differences, whatever they cost.
+# B` also shows the two tokens where they part, and lists all differences behind which they go on
+# alike, whatever they cost.
 #
 # ## Exercises
 #

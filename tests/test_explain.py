@@ -594,7 +594,8 @@ def test_what_every_prompt_begins_with_is_no_reason(opening, page_size):
     if not reuse.cached_tokens:
         assert reuse.verdict == "nothing to find"
     assert told == (0, "new", 0)
-    assert "other text" in str(reuse) or not opening
+    assert ("other text" in str(reuse)) == bool(opening)
+    assert (reuse.parting is None) == (not opening), "they have nothing in common"
 
 
 def test_a_moved_token_is_found_among_many_branches():
