@@ -206,7 +206,7 @@ from typing import NamedTuple
 from minivllm.radix import Node, RadixCache, Slots
 from minivllm.request import ExtraKey
 
-LOOK = 12  # tokens of the other prompt to look at, where two part
+LOOK = 12  # tokens of two prompts to show, where they part
 
 
 class Nearest(NamedTuple):
@@ -241,18 +241,18 @@ class History(RadixCache):
         self.forgot = max(self.forgot, leaf.last_access)
         super()._trim(leaf, num_pages)
 
-    def nearest(self, ids: "array[int]", key: ExtraKey) -> Nearest:
-        """Where a prompt leaves all that is remembered, and what goes on there."""
+    def nearest(self, ids: "array[int]", key: ExtraKey, look: int = LOOK) -> Nearest:
+        """Where a prompt leaves all that is remembered, and how that goes on."""
         match, rest, name = self.match_prefix(ids, key), array("i"), ""
         node, at = match.end or (None, 0)
         skipped = ids[match.matched_len + 1 :][:1].tobytes()
-        while node and len(rest) < LOOK:
+        while node and len(rest) < look:
             if len(node.key) > at:
                 name = name or str(node.places[at // 4])
-                rest.frombytes(node.key[at:])
+                rest.frombytes(node.key[at : at + 4 * look])
             last = next(reversed(node.children.values()), None)
             node, at = last if rest else node.children.get(skipped, last), 0
-        return Nearest(match.matched_len, tuple(rest[:LOOK]), name)
+        return Nearest(match.matched_len, tuple(rest[:look]), name)
 
 
 # %% [markdown]
@@ -434,6 +434,7 @@ class Parting:
     cause: str
     here_text: str = ""
     there_text: str = ""
+    alike: int = 0  # tokens that agree again behind the difference, as far as we look
 
     def __str__(self) -> str:
         texts = [self.here_text, self.there_text]
@@ -451,12 +452,12 @@ class Parting:
 # sent. The report is for who runs the engine; a server must not hand it to a client as it is.)
 #
 # Each answer to *why not one page more?* belongs to one of the four questions. Those with 0 are no
-# fault: a page that is not full, or a prompt that was never looked up.
+# fault: a page that is not full, a text that is new, or a prompt that was never looked up.
 
 # %% export="explain.py"
 STEPS = {  # where the search for a reason ends (S16), and what is said there
     "different": (1, "{parting}"),
-    "new": (1, "no known prompt goes on like this one"),
+    "new": (0, "no known prompt has the next page{where}"),
     "evicted": (2, "the next {missed} were known; request {who} took their pages{ago}"),
     "unpublished": (2, "request {who} has the next {missed}, unpublished ({detail})"),
     "unfinished": (2, "request {who} was to compute the next {missed}: {detail}{ago}"),
@@ -524,9 +525,7 @@ class Reuse:
         if self.cached_tokens:
             gained = self.late is None or self.saved_s > self.queued_s
             return "hit" if gained else "hit without benefit"
-        return (
-            "missed" if STEPS[self.why][0] and self.why != "new" else "nothing to find"
-        )
+        return "missed" if STEPS[self.why][0] else "nothing to find"
 
     @property
     def step(self) -> int:
@@ -550,6 +549,7 @@ class Reuse(Reuse):
         ago = "" if self.ago_s is None else f", {self.ago_s:.2f} s ago"
         rest = self.prompt_tokens - self.cached_tokens
         missed = self.missed_tokens
+        where = f": {self.parting}" if self.parting else ""
         words = STEPS[self.why][1].format(**vars(self) | locals())
         if self.why in UNSURE and self.remembers_s is not None:
             back = f"memory reaches back {self.remembers_s:.2f} s"
@@ -568,37 +568,76 @@ class Reuse(Reuse):
 
 
 # %% [markdown]
-# ## A likely cause
+# ## Another text, or a fault?
 #
-# The two tokens say that the prompts differ. The cause is in how they go on. If both go on alike
-# after a few tokens, something in a template changes; if what changes are digits, it is a time or
+# The two tokens say that the prompts differ. Is that a fault? Two visitors ask two questions, and
+# nobody wants them to be equal. And any two prompts agree in *something*: they begin with the same
+# BOS and the same opening of a template, and so the nearest one is never quite unlike.
+#
+# A difference is a fault if it costs a page: if the cache would have found one more without it.
+# To know that, look where both prompts go on alike again, for eight tokens at least, since fewer
+# agree by chance. Up to the difference they have `reach` tokens in common and behind it `alike`
+# more. Without it the common prefix would be as long as both together. What that holds in whole
+# pages, less what was found anyway, is what the difference costs. If it costs nothing, the rest is
+# another text, and there was nothing to find.
+
+# %% export="explain.py"
+from itertools import takewhile
+
+GRAM = 8  # tokens that must agree before two prompts are said to go on alike
+MOST = 48  # tokens of a difference, behind which to look
+
+
+def resume(here: Sequence[int], there: Sequence[int]) -> tuple[int, int, int] | None:
+    """How many tokens of either to skip so that both go on alike, and how long."""
+    ends = range(GRAM, len(there) + 1)
+    places = {tuple(there[end - GRAM : end]): end - GRAM for end in reversed(ends)}
+    grams = ((i, tuple(here[i : i + GRAM])) for i in range(len(here) - GRAM + 1))
+    found = ((i + places[gram], i, places[gram]) for i, gram in grams if gram in places)
+    if not (nearest := min(found, default=None)):
+        return None
+    _, i, j = nearest
+    pairs = zip(here[i:], there[j:], strict=False)
+    return i, j, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def lost_tokens(reach: int, alike: int, cached: int, page: int, size: int) -> int:
+    """What one difference keeps from a prompt of `size` tokens, in whole pages.
+
+    Two prompts agree for `reach` tokens; without the difference `alike` more.
+    """
+    without = min((reach + alike) // page * page, size - 1)
+    return max(0, without - max(cached, reach // page * page))
+
+
+# %% name="costs"
+for reach, alike in ((13, 480), (1, 300), (13, 8), (1, 0), (20, 9)):
+    lost = lost_tokens(reach, alike, reach // PAGE * PAGE, PAGE, size=513)
+    print(f"{reach:2} tokens, a difference, {alike:3} tokens: it costs {lost}")
+
+# %% [markdown]
+# The clock of our guide is the first line. The second is a BOS too many: one token, and it costs
+# [288](#costs). The fourth is what two unrelated prompts have in common.
+#
+# The likely cause is in what stands in the difference. If what changes are digits, it is a time or
 # a counter; if only blanks differ, somebody edited the template; if one has a token more at the
 # very start, it was encoded with a BOS and the other without.
 
 # %% export="explain.py"
 from collections.abc import Callable
-from itertools import product
 
 Decode = Callable[[Sequence[int]], str]
-SURE = 4  # tokens that must agree before two prompts are said to go on alike
-GAPS = sorted(product(range(LOOK - SURE + 1), repeat=2), key=sum)[1:]
 AT_START = {
     (1, 0): "a token too many at the start, as a BOS",
     (0, 1): "a token too few at the start, as a BOS",
 }
-
-
-def resume(here: Sequence[int], there: Sequence[int]) -> tuple[int, int] | None:
-    """How many tokens of either to skip, so that both go on alike."""
-    for one, other in GAPS:
-        same = here[one : one + SURE]
-        if len(same) == SURE and same == there[other : other + SURE]:
-            return one, other
-    return None
+OTHER_TEXT = "other text"
 
 
 def guess(position: int, gap: tuple[int, int] | None, one: str, other: str) -> str:
     """The likely cause, from what stands in one prompt and not in the other."""
+    if gap is None:
+        return OTHER_TEXT
     if position < 2 and gap in AT_START:
         return AT_START[gap]
     if one + other and one.split() == other.split():
@@ -606,20 +645,22 @@ def guess(position: int, gap: tuple[int, int] | None, one: str, other: str) -> s
     numbers = (not text or any(map(str.isdigit, text)) for text in (one, other))
     if one + other and all(numbers):
         return "a number that changes, as a time or a counter"
-    if gap and 0 in gap:
-        return "text put in or left out"
-    return "a value that changes, and both go on alike" if gap else "other text"
+    return "text put in or left out" if 0 in gap else "a value that changes"
+
+
+def part(ids: "array[int]", near: Nearest, decode: Decode, look: int = LOOK) -> Parting:
+    """Describe where a prompt leaves the nearest known one."""
+    position, there = near.length, near.there
+    here = tuple(ids[position : position + look])
+    i, j, alike = resume(here, there) or (1, 1, 0)
+    shown = decode(here[: i or 1]), decode(there[: j or 1])
+    gap = (i, j) if alike else None
+    cause = guess(position, gap, decode(here[:i]), decode(there[:j]))
+    sides = here[:LOOK], there[:LOOK]
+    return Parting(position, *sides, near.request_id, cause, *shown, alike)
 
 
 # %% name="guesses"
-def cause(one: str, other: str) -> str:
-    i = common(ids(one), ids(other))
-    here, there = ids(one)[i:][:LOOK], ids(other)[i:][:LOOK]
-    gap = resume(here, there)
-    skip, other_skip = gap or (1, 1)
-    return guess(i, gap, text_of(here[:skip]), text_of(there[:other_skip]))
-
-
 for one, other in (
     ("<You are a guide.", "You are a guide."),
     ("Visitor 1041 asks: when", "Visitor 38 asks: when"),
@@ -627,24 +668,15 @@ for one, other in (
     ("Dear Ann, welcome to us", "Dear Oskar, welcome to us"),
     ("When do you open?", "Is there a lift?"),
 ):
-    print(f"{cause(one, other):46} {one!r}")
+    i = common(ids(one), ids(other))
+    near = Nearest(i, tuple(ids(other)[i:]))
+    print(f"{part(array('i', ids(one)), near, text_of, 64).cause:46} {one!r}")
 
 # %% [markdown]
-# Guesses, from a dozen tokens. The last pair is two different questions, and nothing is wrong.
-
-
-# %% export="explain.py"
-def part(position: int, ids: "array[int]", near: Nearest, decode: Decode) -> Parting:
-    """Describe where a prompt leaves the nearest known one."""
-    here, there = tuple(ids[position : position + LOOK]), near.there
-    gap = resume(here, there)
-    one, other = gap or (1, 1)
-    cause = guess(position, gap, decode(here[:one]), decode(there[:other]))
-    shown = (decode(here[: one or 1]), decode(there[: other or 1]))
-    return Parting(position, here, there, near.request_id, cause, *shown)
-
-
-# %% [markdown]
+# Guesses, from the tokens of one difference. The last pair is two different questions, and nothing
+# is wrong. A difference of more than 48 tokens is taken for another text as well; who suspects a
+# longer one asks [chapter 17](17_log.md), which reads whole prompts.
+#
 # ## The explainer
 #
 # It is an observer: the engine tells it what happens, it never asks the engine for anything that
@@ -653,7 +685,6 @@ def part(position: int, ids: "array[int]", near: Nearest, decode: Decode) -> Par
 # scheduler's state of their request, and go with it.
 
 # %% export="explain.py"
-from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -691,6 +722,7 @@ class Explainer:
         self.publish = publish and f", publish={publish}"
         self.decode = decode
         self.page_size = cache.page_size
+        self.look = MOST + max(GRAM, cache.page_size)
         num_tokens = num_tokens or 2 * cache.pool.num_pages * cache.page_size
         self.history = History(num_tokens)
         self.pages = Pages(num_tokens // cache.page_size)
@@ -850,19 +882,19 @@ class Explainer(Explainer):
 
     def _report(self, state: RequestState, cached: int, names: list[bytes]) -> Reuse:
         ids, most = state.tokens, len(state.tokens) - 1
-        near = self.history.nearest(ids, state.request.extra_key)
+        near = self.history.nearest(ids, state.request.extra_key, self.look)
         fate, num_known = self._why(state, cached, names, near)
+        parting = self._parting(ids, near) if fate.why == "new" else None
         whole = max(cached, min(num_known // self.page_size * self.page_size, most))
         known = max(whole, min(num_known, most))
-        differ = fate.why == "different"
         return Reuse(
             prompt_tokens=len(ids),
             cached_tokens=cached,
-            why=fate.why,
+            why="different" if self._costs(parting, cached, len(ids)) else fate.why,
             missed_tokens=whole - cached,
             unaligned_tokens=known - whole,
             new_tokens=most - known,
-            parting=part(near.length, ids, near, self.decode) if differ else None,
+            parting=parting,
             who=fate.who,
             detail=fate.detail,
             ago_s=self._ago(fate.at_s),
@@ -870,6 +902,18 @@ class Explainer(Explainer):
             saved_s=cached * self._pace[0] / max(1.0, self._pace[1]),
             **self._waits(state),
         )
+
+    def _parting(self, ids: "array[int]", near: Nearest) -> Parting | None:
+        """Where it leaves a known prompt, if it has anything in common with one."""
+        parting = part(ids, near, self.decode, self.look) if near.there else None
+        return parting if parting and (near.length or parting.alike) else None
+
+    def _costs(self, parting: Parting | None, cached: int, size: int) -> bool:
+        """Whether a difference keeps a page from a prompt of this size."""
+        if parting is None:
+            return False
+        reach, alike = parting.position, parting.alike
+        return lost_tokens(reach, alike, cached, self.page_size, size) > 0
 
     def _ago(self, at_s: float | None) -> float | None:
         return None if at_s is None else max(0.0, self.clock.now() - at_s)
@@ -901,9 +945,7 @@ class Explainer(Explainer):
         elsewhere = self._elsewhere(state)
         if elsewhere >= cached + size:
             return Fate("other key"), elsewhere
-        gap = resume(tuple(state.tokens[:LOOK]), near.there)
-        begins = near.length or gap in AT_START
-        return Fate("different" if near.there and begins else "new"), known
+        return Fate("new"), known
 
     def _fate(self, names: list[bytes], page: int) -> tuple[Fate, int] | None:
         """What became of the first of these pages, and of how many that is known."""
@@ -1179,16 +1221,21 @@ from pathlib import Path
 path = Path("figures/measured/explain.json")
 record = json.loads((path if path.exists() else Path("..") / path).read_text("utf-8"))
 ratios, shares = sorted(record["on_over_off"]), record["share_of_cpu_time"]
+print(record["load"])
 print("on / off, each round:", *(f"{ratio:.3f}" for ratio in ratios))
 print(f"inside of the explainer: {max(shares):.2%} of the CPU time at most")
 
 # %% [markdown]
 # The rounds with explanations took from [0.817](#cost) to [1.048](#cost) of the time of those without:
 # the machine was busy, and its noise is larger than what we look for. So the record also adds up
-# the time inside of the explainer: at most [0.09%](#cost) of the CPU time. A
-# step computes a model; the explainer hashes and walks on admission, and learns what was computed since. That load
-# evicts nothing and has one key: under churn there is more to remember. On a machine whose steps
-# take a millisecond its share is larger, and `explain=False` leaves an engine as it was.
+# the time inside of the explainer: at most [0.09%](#cost) of the CPU time. A step computes a model;
+# the explainer hashes and walks on admission, and learns what was computed since.
+#
+# That is one load, and the only one on record: [8 requests of 200 tokens](#cost), with room for all of them. Nothing
+# is evicted in it, and nobody has a key of his own. Under churn each page that goes is an entry in
+# the table of ghosts, and each new prompt pushes an old one out of the tree. That costs more, and
+# how much is not on record. Nor is a machine whose steps take a millisecond, on which any share is
+# larger. `explain=False` leaves an engine as it was.
 #
 # ## What it cannot say
 #
@@ -1201,18 +1248,20 @@ print(f"inside of the explainer: {max(shares):.2%} of the CPU time at most")
 #
 # ### Exercise 1
 #
-# Somebody reports: "The second call is three times faster, so prefix caching works." You have both
-# outputs. Write `thanks_to_the_cache`, which says whether the second was faster *because of* the
-# cache.
+# Somebody reports: "The second call is three times faster, so prefix caching works." You ask for a
+# third call, whose prompt is as long and shares nothing. Write `share_of_the_cache`: which part of
+# the time that the second call gained on the first is due to the cache? It is 0 if nothing was
+# gained. (The hit's own `saved_s` is no help. It goes by the pace of the steps so far, and of
+# these there was one, the first.)
 
 
 # %% tags=["solution"]
-def thanks_to_the_cache(first: RequestOutput, second: RequestOutput) -> bool:
-    faster = second.metrics.ttft_s < first.metrics.ttft_s
-    return faster and second.reuse.verdict == "hit"
+def share_of_the_cache(*outputs: RequestOutput) -> float:
+    first, second, other = (output.metrics.ttft_s for output in outputs)
+    return (other - second) / (first - second) if first > second else 0.0
 
 
-# %%
+# %% name="shares"
 class WarmsUp(SimulatedRunner):
     """The first step takes half a second more: kernels are chosen, memory is mapped."""
 
@@ -1222,14 +1271,22 @@ class WarmsUp(SimulatedRunner):
         return super().run(chunks)
 
 
-same = explained(make_engine(runner=WarmsUp), visit(0, QUESTION), visit(1, QUESTION))
-else_ = explained(make_engine(runner=WarmsUp), visit(0, QUESTION), visit(1, OTHERS[0]))
-calm = explained(make_engine(), visit(0, QUESTION), visit(1, OTHERS[0]))
-assert all(two[1].metrics.ttft_s < two[0].metrics.ttft_s / 3 for two in (same, else_))
-judged = [thanks_to_the_cache(*two) for two in (same, else_, calm)]
-assert judged == [True, False, False]
+def judge(runner, second: str) -> float:
+    sent = [visit(i, text) for i, text in enumerate((QUESTION, second, OTHERS[0]))]
+    return share_of_the_cache(*explained(make_engine(runner=runner), *sent))
+
+
+HIT, MISS = QUESTION, OTHERS[1]
+shares = [judge(*each) for each in ((SimulatedRunner, HIT), (WarmsUp, HIT))]
+print("the cache's share, on a calm machine and on one that warms up:", end=" ")
+print(*(f"{share:.0%}" for share in shares))
+assert [round(share, 2) for share in shares] == [1, 0.28]
+assert all(abs(judge(each, MISS)) < 0.01 for each in (SimulatedRunner, WarmsUp))
 
 # %% [markdown]
+# Both second calls were a hit of 480 tokens. On the machine that warms up three quarters of the
+# gain would have come without one: [28%](#shares) are the cache's.
+#
 # ### Exercise 2
 #
 # Four times the same visitor comes back, and finds less than hoped for. At which of the four

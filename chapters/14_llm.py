@@ -765,22 +765,31 @@ def _counts_of(step: Mark, start_us: float, end_us: float) -> Iterator[Event]:
 # %% export="timeline.py"
 class Timeline(Timeline):
     def write(self, path: Path) -> None:
-        """Replace a file by this timeline, as a whole or not at all."""
+        """Replace a file by this timeline, as a whole or not at all.
+
+        A link or a device, as /dev/stdout, is not replaced: it is written to.
+        """
         told = {"program": "minivllm", "dropped": self.num_dropped}
         told["clock"] = "microseconds of the engine's clock"
         whole = {"displayTimeUnit": "ms", "otherData": told}
         part = path.with_name(f".{path.name}.part")
         try:
             text = json.dumps(whole | {"traceEvents": list(self.events())})
-            part.write_text(text + "\n", encoding="utf-8")
-            os.replace(part, path)
+            in_place = path.is_symlink() or (path.exists() and not path.is_file())
+            (path if in_place else part).write_text(text + "\n", encoding="utf-8")
+            if not in_place:
+                os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
 
 
 def check_place(path: Path | None, option: str) -> None:
     """Raise `ValueError` if the file that an option names cannot be written."""
-    if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path is None:
+        return
+    there = path.exists() and not path.is_dir()
+    place = path if there else path.parent
+    if path.is_dir() or not (there or place.is_dir()) or not os.access(place, os.W_OK):
         raise ValueError(f"{option}: {path} cannot be written there")
 
 

@@ -268,7 +268,8 @@ for number in (7, 3):
 # The machine still warms up, by a third over the run. But the comparison says [0.98](#turns), and
 # its spread, [0.98](#turns) to [1.02](#turns), contains 1. One may write: no difference was
 # shown. Where a spread leaves 1 out, all seven pairs agree on who is slower, as equals do in [2
-# of 128](#turns) measurements. Three pairs, all that a slow experiment can afford, agree by
+# of 128](#turns) measurements. (Seven is odd: so the median is a reading that there was, and not
+# the middle of two.) Three pairs, all that a slow experiment can afford, agree by
 # chance in [2 of 8](#turns): their sign is a hint, until other cases or a reason agree with it.
 
 # %% tags=["hide-input"]
@@ -1105,6 +1106,10 @@ def invite(names: Sequence[str], places: Sequence[str] = ()) -> Guests:
 # could only compute: the same prompt comes several times, pages become visible at one moment or
 # another, somebody waits or nobody does. Who gets a first word sooner, and who ends later? Most
 # of a *case*'s *outcome* is no time: what was found, what was computed, which tokens came out.
+#
+# The authors of mini-vllm-rs, the engine of [the prologue](00_puzzle.md)'s puzzle, have written an
+# article with such runs, on a Metal GPU, with 2, 4 and 8 requests of 493 tokens. It is *the article*
+# below.
 
 # %% export="bench_reuse.py"
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
@@ -1855,7 +1860,11 @@ draw_rows(
 # ### Whoever it is that answers
 #
 # A real server needs prompts, and somebody who speaks the protocol. Prompts begin with words that
-# all share; the rest is each call's own, and new in each round. Or they come from a file.
+# all share; the rest is each call's own, and new in each round. Or they come from a file. A file
+# has the same prompts in each round, and a server with a prefix cache would know all of them after
+# the first. So each round puts a word of its own before them: what they share among themselves they
+# still share, and with an earlier round they share nothing. `--same-prompts` leaves them as they
+# are, and the record says which it was.
 
 
 # %% export="bench.py" tags=["hide-input"]
@@ -1872,7 +1881,7 @@ def read_lines(path: Path, read: Callable[[dict[str, Any]], T]) -> dict[int, T]:
     """
     found, number = dict[int, T](), 0
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     found[number] = read(_read_line(line))
@@ -1919,6 +1928,25 @@ def _words(rng: Random, number: int) -> list[str]:
     return ["".join(rng.choices(syllables, k=2)) for _ in range(number)]
 
 
+def salted(body: Mapping[str, Any], number: int, seed: int) -> dict[str, Any]:
+    """What a call of a file says, beginning in another way in each round.
+
+    A word is put before a text. Of token ids the first goes to the end, one more in
+    each round: any other might not be in the vocabulary.
+    """
+    word, prompt = f"{number}.{seed}:", body.get("prompt")
+    if isinstance(prompt, str):
+        return {**body, "prompt": f"{word} {prompt}"}
+    if prompt:
+        turn = number % len(prompt)
+        return {**body, "prompt": [*prompt[turn:], *prompt[:turn]]}
+    first, *others = body["messages"]
+    said = first.get("content") or ""
+    parts = isinstance(said, list)
+    said = [{"type": "text", "text": word}, *said] if parts else f"{word} {said}"
+    return {**body, "messages": [{**first, "content": said}, *others]}
+
+
 def read_calls(path: Path) -> list[Call]:
     """A call for each line of a JSONL file. `ValueError` names the file and the line.
 
@@ -1935,9 +1963,21 @@ def _read_call(line: Mapping[str, Any]) -> Call:
     body = {name: value for name, value in given.items() if value}
     if len(body) != 1:
         raise ValueError("a call has either a prompt or messages")
-    if length := line.get("max_tokens", line.get("output_length")):
-        body["max_tokens"] = int(length)
-    return Call(float(line.get("timestamp", 0)) / 1000, body)
+    ((name, said),) = body.items()
+    each = dict if name == "messages" else int
+    listed = isinstance(said, list) and all(type(x) is each for x in said)
+    if not listed and not (name == "prompt" and isinstance(said, str)):
+        raise ValueError(
+            "a prompt is text or token ids, messages are a list of objects"
+        )
+    if (length := line.get("max_tokens", line.get("output_length"))) is not None:
+        if type(length) is not int or length < 1:
+            raise ValueError(f"max_tokens must be a whole number >= 1, not {length!r}")
+        body["max_tokens"] = length
+    moment = line.get("timestamp", 0)
+    if type(moment) not in (int, float) or not 0 <= moment < 1e15:
+        raise ValueError(f"timestamp must be milliseconds >= 0, not {moment!r}")
+    return Call(moment / 1000, body)
 
 
 # %% export="bench_serve.py" tags=["hide-input"]
@@ -1951,6 +1991,7 @@ class LoadPlan:
     mix: Mix = Mix()
     fixed: Sequence[Call] = ()  # of a file
     seed: int = 0
+    same: bool = False  # send what is fixed as it is, in every round
 
     def __post_init__(self) -> None:
         check_choice("arrivals", self.arrivals, ARRIVAL_TIMES)
@@ -1961,13 +2002,16 @@ class LoadPlan:
 
     def calls(self, number: int) -> list[Call]:
         """The calls of the round with this number, the same for all servers."""
-        if self.arrivals == "trace":
-            return list(self.fixed)
         size = len(self.fixed) or self.num_calls
-        rng = Random(f"{self.seed} {number}")
         bodies = [call.body for call in self.fixed]
+        if not self.same:
+            bodies = [salted(body, number, self.seed) for body in bodies]
         bodies = bodies or [self.mix.body(self.seed, number, i) for i in range(size)]
-        moments = due_times(self.arrivals, size, self.rate, rng)
+        if self.arrivals == "trace":
+            moments = [call.due_s for call in self.fixed]
+        else:
+            rng = Random(f"{self.seed} {number}")
+            moments = due_times(self.arrivals, size, self.rate, rng)
         return [Call(*pair) for pair in zip(moments, bodies, strict=True)]
 
 
@@ -2128,8 +2172,14 @@ async def _find_server(server: Server) -> Server:
 
 
 def check_server(server: Server, call: Call) -> None:
-    """Send one call and wait for it. Raises `ValueError` if it fails."""
-    body = {**call.body, "max_tokens": 1}
+    """Send a call of the same kind and wait for it. Raises `ValueError` if it fails.
+
+    It says next to nothing, so that no call of the load finds its prompt known.
+    """
+    prompt = call.body.get("prompt", "")
+    body: dict[str, Any] = {"prompt": prompt[-1:], "max_tokens": 1}
+    if "messages" in call.body:
+        body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
     (reply,) = load_server(server, [Call(0.0, body)], 60.0)
     if reply.fault:
         raise ValueError(f"{server.url}, model {server.model}: {reply.fault}")
@@ -2151,20 +2201,22 @@ def load_server(server: Server, calls: Sequence[Call], timeout_s: float) -> list
 
 # %% [markdown]
 # If `lag_s` is far from zero, the generator's own machine was the bottleneck. A server that ignores
-# `stream` has no TTFT.
+# `stream` has no TTFT. Calls that failed have no times, so how many there were is a figure of its
+# own, and the first.
 
 
 # %% export="bench_serve.py"
 def figures(replies: Sequence[Reply]) -> dict[str, float]:
     """What one round says, by name; what nobody told is left out."""
     good = [reply for reply in replies if not reply.fault]
+    told = {"failed": float(len(replies) - len(good))}
     times: dict[str, list[float]] = {
         "ttft_s": [r.ttft_s for r in good if r.ttft_s is not None],
         "itl_s": [b - a for r in good for a, b in pairwise(r.pieces_s)],
         "e2e_s": [r.done_s - r.due_s for r in good],
         "lag_s": [r.sent_s - r.due_s for r in replies],
     }
-    told = {
+    told |= {
         f"{name} p{round(100 * share)}": percentile(values, share)
         for name, values in times.items()
         for share in (0.5, 0.9, 0.99)
@@ -2188,13 +2240,17 @@ def _token_figures(good: Sequence[Reply], makespan_s: float) -> Iterator[Any]:
 
 # %% [markdown]
 # The rounds are trials like those above: two servers take turns, warm-ups are kept apart, ratios
-# are made round by round.
+# are made round by round. Where calls failed there is no ratio: the times are of those that did not,
+# and a server that refuses the long prompts would win with the short ones.
 
 
 # %% export="bench_serve.py"
 @dataclass(frozen=True)
 class ServeRow:
-    """One figure of one server over the rounds; its ratio is to the first server's."""
+    """One figure of one server over the rounds; its ratio is to the first server's.
+
+    None if a call of either failed: the figures are of those that did not.
+    """
 
     server: str
     figure: str
@@ -2238,13 +2294,14 @@ def count_faults(rounds: Sequence[Sequence[Reply]]) -> dict[str, int]:
 def make_serve_rows(rounds: Rounds) -> list[ServeRow]:
     """A row for each figure that every round of a server has."""
     told = {name: [figures(each) for each in rounds[name]] for name in rounds}
-    first = next(iter(rounds))
-    rows = []
+    first, rows = next(iter(rounds)), []
+    whole = {name: not count_faults(each) for name, each in rounds.items()}
     for figure in dict.fromkeys(f for each in told.values() for t in each for f in t):
         for name, each in told.items():
             if all(figure in t for t in each):
                 own = Measurement(tuple(t[figure] for t in each))
-                base = [t.get(figure, 0.0) for t in told[first]]
+                fair = whole[name] and whole[first]
+                base = [t.get(figure, 0.0) if fair else 0.0 for t in told[first]]
                 rows.append(_serve_row(name, figure, own, base))
     return rows
 
@@ -2253,7 +2310,7 @@ def _serve_row(
     name: str, figure: str, own: Measurement, base: Sequence[float]
 ) -> ServeRow:
     plain = ServeRow(name, figure, own.median, own.low, own.high, own.values)
-    if not all(base):  # 0, or not told in every round
+    if not all(base):  # 0, not told in every round, or not comparable
         return plain
     pairs = compare(own, Measurement(tuple(base)))
     return ServeRow(
@@ -2812,7 +2869,13 @@ def serve(
     repeats: Annotated[int, typer.Option(help="Rounds that are measured.")] = 3,
     warmups: Annotated[int, typer.Option(help="Rounds before them.")] = 1,
     timeout_s: Annotated[float, typer.Option(help="For one call.")] = 120.0,
-    seed: Annotated[int, typer.Option(help="Seed of moments and words.")] = 0,
+    same_prompts: Annotated[
+        bool, typer.Option("--same-prompts", help="A file's, as they are, each round.")
+    ] = False,
+    seed: Annotated[
+        int,
+        typer.Option(help="Of moments and words. A server may know the last one's."),
+    ] = 0,
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="For the first server.")
     ] = "",
@@ -2831,7 +2894,7 @@ def serve(
         raise ValueError("--repeats and --timeout-s must be above 0")
     mix = Mix(shared_words, own_words, chat)
     fixed = read_calls(prompts) if prompts else ()
-    plan = LoadPlan(arrivals, rate, requests, mix, fixed, seed)
+    plan = LoadPlan(arrivals, rate, requests, mix, fixed, seed, same_prompts)
     asked = {"base": (base_url, model, api_key)}
     asked |= {"compare": (compare_url, compare_model, "")} if compare_url else {}
     options: dict[str, Any]
@@ -2844,6 +2907,8 @@ def serve(
     rows = make_serve_rows(rounds)
     for line in serve_table(servers, rows, rounds, warm):
         typer.echo(line, err=as_json)
+    if fixed:
+        typer.echo(f"{prompts}: {SAME if same_prompts else SALTED}", err=as_json)
     options = {
         "base_url": base_url,
         "compare_url": [compare_url] if compare_url else [],
@@ -2852,13 +2917,19 @@ def serve(
     options |= {"prompts": [str(prompts)] if prompts else [], "max_tokens": max_tokens}
     options |= {"shared_words": shared_words, "own_words": own_words}
     options |= {"repeats": repeats, "warmups": warmups, "seed": seed}
-    facts = {"chat": chat, "ignore_eos": ignore_eos}
+    facts = {"chat": chat, "ignore_eos": ignore_eos, "same_prompts": same_prompts}
+    flags = (f" --{name.replace('_', '-')}" for name, given in facts.items() if given)
+    command = spell("serve", options) + "".join(flags)
     facts |= options | serve_facts(servers, rounds, warm)
-    keep(make_record(spell("serve", options), rows, **facts), record, as_json)
+    keep(make_record(command, rows, **facts), record, as_json)
     if svg is not None:
         svg.write_text(draw_serve_rows(rows).svg(), encoding="utf-8")
     if any(facts["faults"].values()):
         raise typer.Exit(1)
+
+
+SALTED = "each round puts a word of its own before its prompts"
+SAME = "the same prompts in each round: from the second on they may be known"
 
 
 def find_servers(
@@ -2912,8 +2983,11 @@ def serve_table(
     for name, each in rounds.items():
         for kind, number in count_faults(each).items():
             yield f"{name}: {number} of {sum(map(len, each))} calls failed: {kind}"
+        if count_faults(each):
+            yield f"{name}: its times are those of the others, so there is no ratio"
         for kind, number in count_faults(warm[name]).items():
-            yield f"{name}: {number} calls of the warm-up failed: {kind}"
+            size = sum(map(len, warm[name]))
+            yield f"{name}: {number} of {size} calls of the warm-up failed: {kind}"
         if any(not reply.streamed for part in each for reply in part):
             yield f"{name}: answered without streaming, so it has no TTFT"
         if any(
@@ -2928,6 +3002,103 @@ def in_unit(value: float, unit: str) -> str:
 
 
 # %% [markdown]
+# There is no server in this book yet, so here are two stubs that speak HTTP on this machine. A word
+# is a token, a page has ten, and a token takes a millisecond unless its page is known. The first
+# stub forgets every prompt, the second remembers all. Ten calls a round, at random moments, 50 a
+# second on average:
+
+# %% tags=["hide-input"]
+from contextlib import suppress
+from queue import Queue
+from threading import Thread
+
+EVENTS = (
+    "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {}\r\n\r\n"
+)
+REFUSED = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
+
+
+def same_words(one, other):
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+class HttpStub:
+    """Answers "ok" when it has read the words that it does not know; or refuses."""
+
+    def __init__(self, remembers, refuses=lambda number: False):
+        self.remembers, self.refuses = remembers, refuses
+        self.known, self.number = [], 0
+
+    async def serve(self, reader, writer):
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                size = re.search(rb"content-length: (\d+)", head.lower())
+                await self.answer(
+                    json.loads(await reader.readexactly(int(size[1]))), writer
+                )
+        writer.close()
+
+    async def answer(self, body, writer):
+        self.number += 1
+        if self.refuses(self.number):
+            writer.write(REFUSED)
+            return
+        words = body["prompt"].split()
+        known = max((same_words(words, old) for old in self.known), default=0)
+        cached = known // 10 * 10
+        self.known += [words] * self.remembers
+        await asyncio.sleep((len(words) - cached) / 1000)
+        usage = {"prompt_tokens": len(words), "completion_tokens": 1}
+        usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        said = {"choices": [{"text": "ok", "finish_reason": "stop"}], "usage": usage}
+        events = f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
+        writer.write(EVENTS.format(len(events)).encode() + events)
+
+
+def listen(stub):
+    """Its address; it listens in a thread as long as this program lasts."""
+    ports = Queue()
+
+    async def main():
+        server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
+        ports.put(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    Thread(target=asyncio.run, args=(main(),), daemon=True).start()
+    return f"http://127.0.0.1:{ports.get()}/v1"
+
+
+def load_stubs(plan, **stubs):
+    """Three rounds of each and a warm-up; what `serve_table` and the prose need."""
+    servers = {name: Server(listen(stub), "stub") for name, stub in stubs.items()}
+    loads = {n: partial(load_round, s, plan, 30.0) for n, s in servers.items()}
+    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own
+        rounds, warm = thread.submit(run_rounds, loads, 3, 1).result()
+    return servers, make_serve_rows(rounds), rounds, warm
+
+
+# %% name="serve-table" tags=["nbval-ignore-output"]
+plan = LoadPlan(rate=50.0, num_calls=10)
+served = load_stubs(plan, base=HttpStub(False), compare=HttpStub(True))
+for line in serve_table(*served):
+    print(re.sub(r"127.0.0.1:\d+", "127.0.0.1", line))
+
+# %% name="served"
+for row in served[1]:
+    if row.figure in ("failed", "prompt tokens", "cached tokens"):
+        print(f"{row.server:8} {row.figure:14}", *(f"{n:,.0f}" for n in row.values))
+refusing = HttpStub(True, refuses=lambda number: number % 7 == 0)
+lines = list(serve_table(*load_stubs(plan, base=HttpStub(False), compare=refusing)))
+print(*(line for line in lines if "failed:" in line or "no ratio" in line), sep="\n")
+assert not any("(" in line for line in lines[3:]), "a ratio beside failures"
+
+# %% [markdown]
+# The counts are the same on your machine: [2,000](#served) of the [2,200](#served) tokens of a round
+# are known to the second stub. The times are not, but the ratio is one of pairs, and the spread
+# says how far to trust it. The last lines are of a stub that refuses every seventh call. Its table
+# has the times of the others, and no ratio.
+#
 # ## Counts first
 #
 # Do all contestants do the same work? A hundredth of the loads, one repeat, and the tokens that
@@ -3339,6 +3510,9 @@ print(reuse_record["command"])
 reuse_rows = reuse_record["rows"]
 for line in reuse_table([ReuseRow(**row) for row in reuse_rows], {}):
     print(line)
+apart = max(reuse_rows, key=lambda r: r["makespan_s"]["high"] - r["makespan_s"]["low"])
+low, high = (apart["makespan_s"][bound] for bound in ("low", "high"))
+print(f"the repeats that lie farthest apart: {low:.0f} and {high:.0f} s")
 assert all(row["same_tokens"] for row in reuse_rows)
 assert all(
     set(row["publish"]) == {"finish", "step", "schedule"}
@@ -3353,7 +3527,7 @@ assert all(
 # waits, `finish` takes the steps of an engine without a cache. Every output is the one that a
 # request gets alone.
 #
-# It was not a quiet machine: one row has repeats of 53 and 11 seconds. The picture shows all
+# It was not a quiet machine: one row has repeats of [53](#reuse-table) and [11](#reuse-table) seconds. The picture shows all
 # readings:
 
 # %% tags=["hide-input"]
@@ -3420,10 +3594,14 @@ draw_bars(
 # of the same four numbers, from single steps:
 
 # %% name="reuse-fit" claims="R14 R15 R18"
+from dataclasses import fields
+
 from minivllm.simulation import fit_serial_prefill
 
+names = [each.name for each in fields(Work)]  # what a step has computed
 measured_s = {
-    Work(*list(step.values())[:3]): step["median_s"] for step in reuse_record["steps"]
+    Work(**{name: step[name] for name in names}): step["median_s"]
+    for step in reuse_record["steps"]
 }
 pure = {w: t for w, t in measured_s.items() if not (w.num_prefills and w.num_decodes)}
 fitted = fit_serial_prefill(pure.items())
@@ -3434,8 +3612,8 @@ print(f"in prefills: s = {s:.2f}, D = {D:.2f}; k = {k:.2f}")
 print("theirs:      s = 0.035, D = 2.66; k = 0.91")
 
 # %% [markdown]
-# A decode takes [7.33](#reuse-fit) prefills and not 2.66, and company costs [0.28](#reuse-fit) of
-# a step and not .91. Two requests under three policies on both machines, each in its own
+# A decode takes [7.33](#reuse-fit) prefills and not [2.66](#reuse-fit), and company costs
+# [0.28](#reuse-fit) of a step and not [0.91](#reuse-fit). Two requests under three policies on both machines, each in its own
 # prefills:
 
 # %% tags=["hide-input"]
@@ -3485,10 +3663,10 @@ draw_rows(
 # %% [markdown]
 # The sign turns. Waiting saves a prefill, or 1 − s of it, at the price of company: two decodes
 # one after the other take 2D, side by side (1 + k)D. So the last end is earlier if (1 − k)D < 1 −
-# s, which is .24 < .97 for them, and here [5.27](#reuse-conditions) against
-# [0.95](#reuse-conditions). The early release of a late request makes the slowest completion
-# longer if k > 1 − 1 / D (chapter 10): .91 > .62 for them, here [0.28](#reuse-fit) against
-# [0.86](#reuse-conditions). And waiting for completion beats the mean TTFT of eight lonely
+# s. For them that is [0.24](#reuse-conditions) < [0.96](#reuse-conditions), and here
+# [5.27](#reuse-conditions) against [0.95](#reuse-conditions). The early release of a late request
+# makes the slowest completion longer if k > 1 − 1 / D (chapter 10): [0.91](#reuse-conditions) >
+# [0.62](#reuse-conditions) for them, here [0.28](#reuse-fit) against [0.86](#reuse-conditions). And waiting for completion beats the mean TTFT of eight lonely
 # prefills, 4.5, if 1 + 7(D + 7s) / 8 is less: [3.54](#reuse-conditions) for them,
 # [7.73](#reuse-conditions) here. Which number is to blame? Change one at a time:
 
@@ -3511,9 +3689,10 @@ QUESTIONS = {
     "R18 ttft_s": (Case(2, *EARLY, "decode"), Case(2, *LATE, "decode")),
     "R18 longest_s": (Case(2, *EARLY, "decode"), Case(2, *LATE, "decode")),
 }
-print(f"(1 - k)D = {(1 - k) * D:.2f}, 1 - s = {1 - s:.2f}, 1 - 1 / D = {1 - 1 / D:.2f}")
-for whose, a, b in (("theirs", 0.035, 2.66), ("here", s, D)):
-    print(f"{whose}: 1 + 7(D + 7s) / 8 = {1 + 7 * (b + 7 * a) / 8:.2f}")
+for whose, a, b, c in (("theirs", 0.035, 2.66, 0.91), ("here", s, D, k)):
+    print(f"{whose:6}: (1 - k)D = {(1 - c) * b:.2f}, 1 - s = {1 - a:.2f},", end=" ")
+    print(f"k = {c:.2f}, 1 - 1 / D = {1 - 1 / b:.2f},", end=" ")
+    print(f"1 + 7(D + 7s) / 8 = {1 + 7 * (b + 7 * a) / 8:.2f}")
 models = {"theirs": THEIRS, "only our D": machine(0.035, D, 0.91)}
 models |= {"only our k": machine(0.035, 2.66, k), "here": OURS}
 for question in ("R14 ttft_s", "R15 longest_s", "R18 longest_s"):
@@ -3622,6 +3801,7 @@ for who, one, eight in (("transformers", their_one, theirs), ("we, off", own, ou
     times = [each["ttft_s"]["median"] for each in (one, eight)]
     print(f"{who}: alone {times[0]:.2f} s, the mean of eight {times[1]:.2f} s")
 best = min(ours, key=lambda row: row["ttft_s"]["median"])
+print(f"if time went by tokens: {best['prefill_tokens'] / 493:.2f}")
 assert (
     best["cached_tokens"] == [0] + [480] * 7 and best["prefill_tokens"] == 493 + 7 * 13
 )
@@ -3654,7 +3834,7 @@ draw_rows(
 # compute eight prompts. Without a cache we take [4.30](#reuse-first-words) s: the gain is the
 # work that is not done, and little else.
 #
-# If time went by tokens, 584 beside 493 would be 1.18. We pay more: each of seven short chunks gathers
+# If time went by tokens, it would be [1.18](#reuse-first-words). We pay more: each of seven short chunks gathers
 # the keys and values of the same 480 tokens for itself, in every layer. Our attention asks the
 # page tables who shares only for requests that decode ([chapter 5](05_model.md)).
 #
@@ -3714,8 +3894,8 @@ for num_pages in (700, 130, 100, 70):
 # `cached_tokens` counts first admissions, and `recomputed_tokens` the loss. vLLM's hit counters
 # and SGLang's rate leave returns out as well.
 #
-# A better hit rate is not a better P99 either: in [chapter 16](16_traffic.md) one goes from 64 to 86 %
-# and the other from 21.9 to 30.7 s.
+# A better hit rate is not a better P99 either: in [chapter 16](16_traffic.md), for
+# agents, both rise by more than a third.
 #
 # The reverse exists too: fast, and zero cached tokens. The first two prompts on our model, above,
 # found nothing; if the second was faster, another cache was warm: code, memory, a file. A quick

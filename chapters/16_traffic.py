@@ -667,6 +667,13 @@ print(
 # minute on, for a cache that saves a twenty-fifth of the work. Token rates are what this chapter
 # prints, and `--json` of the command below gives both.
 #
+# What an unbounded cache finds in this hour now has three names. [36.64%](#two-rates) is a share of
+# *blocks*, in which the partial block at a prompt's end counts as much as a whole one.
+# [37.4%](#two-rates) is the share of *tokens*: those partial blocks are small, and hardly ever
+# found. Both count the whole hour, from an empty cache on. The curve's [39.8%](#opening) are tokens
+# of the *second half* of the requests, which find what the first half has left. None is wrong, and
+# without its definition none says anything.
+#
 # ## The cliff
 #
 # The curve rises gently because the distances differ. Traffic with one single distance has no
@@ -1256,6 +1263,11 @@ def summary(served: Sequence[Served], stats: Mapping[str, int]) -> dict[str, Any
     return told
 
 
+# %% [markdown]
+# The hour again, now with a clock, on eight H100 by their data sheet. *Usual* are the options that
+# the engine has if nobody sets any; the last line changes one of them.
+
+
 # %% name="hour"
 def line_of(run):
     """One replay of the record."""
@@ -1268,6 +1280,8 @@ def line_of(run):
     )
 
 
+USUAL = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
+print("usual:", ", ".join(f"{name} {getattr(EngineOptions, name)}" for name in USUAL))
 for run in record["replays"]:
     print(line_of(run))
 slow = whole["slowest"]
@@ -1345,8 +1359,27 @@ for kind in list(GENERATORS)[:6]:
 # [59%](#levers) and not [54%](#levers), and median *and* P99 get worse, from [40.8](#levers) to [52.4](#levers) s
 # and from [52.1](#levers) to [61.0](#levers) s. Nothing is wrong with the cache. Whoever has a long cached prefix
 # is a long document with a small question; it goes first, and nine short requests of ten, who
-# share nothing, stand behind it. A better hit rate says that less was computed. It does not say
-# whose turn it was.
+# share nothing, stand behind it:
+
+
+# %% name="classes"
+traffic = generate("mixed-1", 120)
+documents = {request.name for request in traffic if request.num_tokens > 4096}
+for name in ("twins wait", "longest first"):
+    served = Replay(traffic, read_options(SETTINGS[name]), 16_384, here).run()
+    for words, wanted in (("about a document", True), ("short", False)):
+        waits = [one.ttft_s for one in served if (one.id in documents) == wanted]
+        middle, longest = percentile(waits, 0.5), max(waits)
+        print(f"{name:13}: {len(waits):3} {words:16}", end=" ")
+        print(f"P50 {middle:.1f} s, longest {longest:.1f} s")
+
+# %% [markdown]
+# Longest prefix first takes the [13](#classes) documents out of the queue: half of them have their
+# first word after [14.1](#classes) s and not [49.0](#classes). The [107](#classes) short ones pay
+# for it, [52.4](#classes) s and not [40.8](#classes), and since there are eight times as many of
+# them, they are what the percentiles of all show.
+#
+# A better hit rate says that less was computed. It does not say whose turn it was.
 #
 # The strangest line is *cycle*, with [0%](#levers) and [89%](#levers) in the same memory, which has room for
 # all twelve documents. What happens if pages appear at the end only?
@@ -1413,6 +1446,7 @@ from minivllm.workloads import TraceRequest, generate, read_trace, to_line
 POLICIES = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
 UNUSED = {"device", "dtype", "kernels", "seed", "explain", "explain_tokens"}
 LEFT_OUT = {"model", *SAMPLING, "num_pages", *UNUSED}
+NEEDED, CURVE = "0", "16K,64K,256K,1M,4M,16M,0"  # what --capacity, --capacities are
 
 
 def add_to(root: typer.Typer) -> None:
@@ -1443,7 +1477,7 @@ def size_name(tokens: int) -> str:
 
 def load_traffic(source: str, num_requests: int | None) -> list[TraceRequest]:
     """The requests of a file, or of a generator named `gen:…`."""
-    if num_requests is not None and num_requests < 1:
+    if num_requests is not None and not 1 <= num_requests < 2**31:
         raise ValueError(f"--requests must be at least 1, not {num_requests}")
     if source.startswith("gen:"):
         return generate(source.removeprefix("gen:"), num_requests or 200)
@@ -1454,7 +1488,7 @@ def combinations(options: dict[str, Any]) -> list[EngineOptions]:
     """The engines that lists of policies ask for. Raises `ValueError`."""
     known = {each.name for each in fields(EngineOptions)} - LEFT_OUT
     chosen = {name: options[name] for name in known}
-    lists = [str(chosen[name]).split(",") for name in POLICIES]
+    lists = [dict.fromkeys(str(chosen[name]).split(",")) for name in POLICIES]
     return [
         EngineOptions(**chosen | dict(zip(POLICIES, values, strict=True)))
         for values in product(*lists)
@@ -1530,7 +1564,8 @@ HEAD = f"{'tokens':>10} {'reused':>7}  TTFT {'P50':>9} {'P90':>9} {'P99':>9}"
 def in_words(outcome: Outcome) -> str:
     """A line of the table."""
     told, times = outcome.told, outcome.told["ttft_s"]
-    ttft = " ".join(f"{quantity(times[p], 's'):>9}" for p in times)
+    shown = (quantity(times[p], "s") if times else "-" for p in ("p50", "p90", "p99"))
+    ttft = " ".join(f"{each:>9}" for each in shown)
     counts = f"{outcome.totals['preemptions']:>9}"
     return (
         f"{size_name(outcome.capacity):>10} {told['hit_rate']:>7.1%}       {ttft}"
@@ -1594,7 +1629,7 @@ def simulate(
     ],
     capacity: Annotated[
         str, typer.Option(help="Tokens of K/V memory, a list; 0: as many as needed.")
-    ] = "0",
+    ] = NEEDED,
     cost: Annotated[
         str, typer.Option(help="A file of bench calibrate, 70b-8xh100 or 8b-h100.")
     ] = "70b-8xh100",
@@ -1603,7 +1638,7 @@ def simulate(
     ] = False,
     capacities: Annotated[
         str, typer.Option(help="Cache sizes of that curve, in tokens; 0: unbounded.")
-    ] = "16K,64K,256K,1M,4M,16M,0",
+    ] = CURVE,
     requests: Annotated[
         int | None, typer.Option(help="Only the first so many; generated ones: 200.")
     ] = None,
@@ -1628,6 +1663,8 @@ def simulate(
     check_place(write, "--write")
     check_place(svg, "--svg")
     check_place(trace, "--trace")
+    if capacity != NEEDED if cache_only else capacities != CURVE:
+        raise ValueError("--cache-only takes --capacities, a replay takes --capacity")
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
     traffic = load_traffic(source, requests)
     if options["page_size"] is None:
@@ -1702,6 +1739,26 @@ def calibration_lines(cost: Roofline, rows: list[StepRow]) -> Iterator[str]:
             f"(median), {found[-1]:.0%} at most"
         )
 
+
+# %% [markdown]
+# This is what it prints. It runs as it would in a terminal:
+
+# %% name="command"
+from contextlib import suppress
+
+from minivllm.cli import main
+
+COST = "../figures/measured/calibrate.json"
+LINE = f"minivllm simulate gen:agents-1 --requests 120 --capacity 16K,64K --cost {COST}"
+LINE += " --grouping arrival,longest-prefix"
+print("$", LINE)
+with suppress(SystemExit):
+    main(LINE.split()[1:])
+
+# %% [markdown]
+# The lines with 16K are the agents of the levers. With 64K nobody pushes anybody out, and both
+# orders find [89.2%](#command). Every option of the engine is also one of the command, and stays as
+# usual unless it is named. `--svg` makes a picture of such a sweep:
 
 # %% tags=["hide-input"]
 engines = [read_options({"grouping": each}) for each in ("arrival", "longest-prefix")]
@@ -1910,7 +1967,7 @@ print(f"its reuse curve: {record['curve_cpu_s']:.1f} s")
 # the CPU: [227](#million) µs for each of them and [268](#million). A test counts instead of
 # timing: twice the requests, twice the calls. That is not a matter of course. An engine that *streams* makes an output for each token, with all
 # tokens so far, which grows with the square of an answer's length; a simulation needs the last one only, and asks
-# for it (`streams=False`, [chapter 7](07_engine.md)). The reuse curve takes less than a second, so
+# for it (`streams=False`, [chapter 7](07_engine.md)). The reuse curve takes [1.0](#million) s, so
 # begin with it: if it is flat between the memory that you have and the memory that you can get,
 # more memory will not help. If a replay then finds less than the curve, order, waiting or publication is
 # what is missing.

@@ -223,7 +223,7 @@ def read_log(path: Path) -> Iterator[Line]:
     """The lines of a log, one at a time; a bad one has a `fault` and no bodies.
 
     A file whose first line is no JSON has a prompt on each line. A file that is one
-    JSON list over several lines is read whole.
+    JSON value over several lines, a list or a request, is read whole.
     """
     traces, plain = LineReader(), None
     with path.open("rb") as file:
@@ -235,30 +235,37 @@ def read_log(path: Path) -> Iterator[Line]:
                 text = raw.decode("utf-8-sig").strip()
                 if "\0" in text:
                     raise ValueError("this is not text")
-                if plain is None and text == "[":
+                if plain is None and text in ("[", "{"):
+                    plain = False
                     yield from _whole(path, traces)
                     return
-                plain = not _is_json(text) if plain is None else plain
-                line.value = text if plain else json.loads(text)
+                line.value = text if plain else _value(text, plain is None)
+                plain = line.value is text if plain is None else plain
                 line.bodies = bodies_of(line.value, traces)
             except UnicodeDecodeError:
                 line.fault = "this is not text in UTF-8"
             except json.JSONDecodeError as error:
-                line.fault = f"this is not JSON: {error}"
+                plain, line.fault = False, f"this is not JSON: {error}"
             except (ValueError, TypeError, RecursionError) as error:
                 line.fault = str(error)
             yield line
 
 
-def _is_json(text: str) -> bool:
+def _value(text: str, may_be_plain: bool) -> Any:
     try:
-        return isinstance(json.loads(text), str | list | dict)
-    except (ValueError, RecursionError):
-        return text[:1] in ("{", "[")
+        value = json.loads(text)
+    except ValueError:
+        if may_be_plain and text[:1] not in ("{", "["):
+            return text
+        raise
+    other = isinstance(value, str | list | dict) or not may_be_plain
+    return value if other else text
 
 
 def _whole(path: Path, traces: LineReader) -> Iterator[Line]:
-    for number, value in enumerate(json.loads(path.read_text("utf-8-sig")), 1):
+    whole = json.loads(path.read_text("utf-8-sig"))
+    values = whole if isinstance(whole, list) else [whole]
+    for number, value in enumerate(values, 1):
         raw = json.dumps(value, ensure_ascii=False).encode()
         try:
             yield Line(number, raw, value, bodies_of(value, traces))
@@ -431,6 +438,8 @@ class Encoder:
         if template is None:
             raise Missing("this model has no chat template: it cannot read messages")
         messages, tools = body["messages"], body.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise ValueError("tools must be a list")
         last = messages[-1]
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
@@ -490,7 +499,7 @@ print(f"resembles most:  {nearest.number}, though only for {parting(nearest, ask
 from collections import Counter, OrderedDict
 from zlib import crc32
 
-GRAM = 8  # tokens that must agree before two prompts are said to go on alike
+from minivllm.explain import GRAM
 
 
 class Recent:
@@ -543,6 +552,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from minivllm.explain import GRAM
 from minivllm.radix import shared_pages
 
 MOST_GAPS = 32
@@ -641,6 +651,8 @@ draw_rows(
 # %% export="lint.py"
 import re
 
+from minivllm.explain import OTHER_TEXT
+
 MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 DATE = (
     r"\d{4}[-/.]\d\d?[-/.]\d\d?(?:T[\d:.,]+(?:Z|[+-]\d\d:?\d\d)?)?|"
@@ -689,7 +701,7 @@ def cause_of(one: str, other: str, before: str = "") -> str:
             return " and ".join(dict.fromkeys(kinds))
     if words and others and {kind_of(word) for word in words + others} == {"a name"}:
         return "a name"
-    return "other text" if words and others else "text put in or left out"
+    return OTHER_TEXT if words and others else "text put in or left out"
 
 
 # %% name="causes"
@@ -722,7 +734,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, NamedTuple
 
-from minivllm.explain import AT_START
+from minivllm.explain import AT_START, OTHER_TEXT
 from minivllm.request_log import Body
 
 
@@ -744,6 +756,7 @@ def _json_around(text: str, at: int) -> Iterator[Any]:
             yield value
 
 
+OTHER_TOKENS = "other tokens"
 ORDER = "keys in another order"
 TOOL_ORDER = "tools in another order"
 
@@ -780,12 +793,13 @@ def describe(here: Asked, there: Asked, gap: Gap) -> Break:
     sizes = gap.here_end - gap.here, gap.there_end - gap.there
     one = _piece(here, gap.here, gap.here_end, gap.alike)
     other = _piece(there, gap.there, gap.there_end, gap.alike)
-    tools = path[:5] in ("tools", "templ") and _tools_cause(here.body, there.body)
+    in_tools = path.startswith(("tools", "template"))
+    tools = in_tools and _tools_cause(here.body, there.body)
     shown, pattern = (one.text, other.text), ""
     if gap.here < 2 and sizes in AT_START:
         cause = AT_START[sizes]
     elif not here.text or not there.text:
-        cause = "other tokens"
+        cause = OTHER_TOKENS
     elif tools:
         path, offset, cause = "tools", 0, tools
     elif same_json(one.field, one.at, other.field, other.at):
@@ -851,7 +865,9 @@ def differences(here: Asked, there: Asked) -> Iterator[Break]:
         yield Break("cache_salt", 0, "another salt", *keys, gap, there.number)
         return
     for gap in find_gaps(here.said(), there.said()):
-        yield describe(here, there, gap)
+        found = describe(here, there, gap)
+        if gap.alike or found.cause not in (OTHER_TEXT, OTHER_TOKENS):
+            yield found
 
 
 # %% name="breaks"
@@ -870,20 +886,9 @@ print(f"line {shuffled.number}: {each.path}: {each.cause}")
 # Without the difference the common prefix would be `reach + alike` tokens long. What it costs is
 # the whole pages in that, less those that are reused anyway: the tokens up to the difference, or
 # more, if the cache found a nearer prompt than the one that we compare with. What the cache found
-# is no estimate. It is the engine's own.
-
-
-# %% export="lint.py"
-def lost_tokens(reach: int, alike: int, cached: int, page: int, size: int) -> int:
-    """What one difference keeps from a prompt of `size` tokens, in whole pages.
-
-    Two prompts agree for `reach` tokens; without the difference `alike` more.
-    """
-    without = min((reach + alike) // page * page, size - 1)
-    return max(0, without - max(cached, reach // page * page))
-
-
-# %% [markdown]
+# is no estimate. It is the engine's own. (`lost_tokens` of [chapter 13](13_explain.md) counts that,
+# and by the same rule a difference that costs nothing is no fault.)
+#
 # And the cache is not a model of one. It is the engine, assembled as [chapter 14](14_llm.md) does
 # it, with a runner that computes nothing. Each prompt is submitted, matched, admitted, published
 # and released by the code that serves live requests.
@@ -947,7 +952,7 @@ class CacheOnly:
 
 
 # %% name="pages"
-from minivllm.lint import lost_tokens
+from minivllm.explain import lost_tokens
 
 SIZES = (1, 16, 32, 64, 128, 256)
 gap = gaps[0]
@@ -1020,7 +1025,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.explain import AT_START
+from minivllm.explain import AT_START, OTHER_TEXT, lost_tokens
 
 CacheName = tuple[str, int]  # an index and a page size
 
@@ -1036,6 +1041,7 @@ class Finding:
     lost: Counter[CacheName] = field(default_factory=Counter)  # tokens
     line: int = 0  # of the first example
     example: Break | None = None
+    tried: bool = False  # whether somebody went through the log to move it
     moved: int = 0  # requests in which it was moved
 
     @property
@@ -1051,8 +1057,9 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What is done about it, or whoever writes the requests may do."""
-        done = "sort them" if self.path == "tools" else "move it behind what stays"
-        return done if self.movable else f"left: {ADVICE.get(self.cause, ADVICE[''])}"
+        if self.movable and (self.moved or not self.tried):
+            return "sort them" if self.path == "tools" else "move it behind what stays"
+        return f"left: {ADVICE.get(self.cause, ADVICE[''])}"
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the first example."""
@@ -1072,8 +1079,8 @@ ADVICE = {
     ORDER: "sort the keys where the text is made",
     "text in another place": "give it one place",
     "text put in or left out": "put it behind what stays",
-    "other text": "put what stays before it",
-    "other tokens": "token ids have no fields",
+    OTHER_TEXT: "put what stays before it",
+    OTHER_TOKENS: "token ids have no fields",
     "another salt": "salts keep users apart",
     **dict.fromkeys(AT_START.values(), "let one program add the BOS"),
 }
@@ -1616,8 +1623,10 @@ class Report:
 
 def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None:
     """Read a log to find what breaks reuse, and once more to try it without."""
-    if path.is_dir() or (to and to.exists() and to.samefile(path)):
-        raise ValueError(f"{path} is a folder, or the file that --rewrite would write")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file: a log is read twice")
+    if to and to.exists() and to.samefile(path):
+        raise ValueError(f"{path} is the file that --rewrite would write")
     with progress_bar("log", 2 * path.stat().st_size) as advance:
         for line, asked in prompts_in(path, encoder, advance):
             report.add(asked)
@@ -1632,6 +1641,8 @@ def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None
                 for data in try_again(lines, report):
                     if file:
                         file.write(data + b"\n")
+            for finding in report.findings:
+                finding.tried = True
 
 
 def keep(body: Body) -> None:
@@ -1692,7 +1703,8 @@ def show(report: Report, out: Console) -> None:
     """A report for people."""
     linter, size = report.linter, size_name(report.capacity)
     counts = f"{linter.requests:,} requests, {linter.tokens:,} prompt tokens"
-    out.print(f"{counts}; caches of {size} tokens")
+    room = f"of {size} tokens" if report.capacity else "without bound"
+    out.print(f"{counts}; caches {room}")
     if common := report.common:
         more = (
             ""
@@ -1737,7 +1749,8 @@ def in_words(number: int, finding: Finding) -> Text:
         f"line {told['line']} has {one}, line {told['nearest_line']} {other}\n   "
     )
     done = f": done in {finding.moved:,} requests" if finding.moved else ""
-    return words.append(finding.remedy + done, "green" if finding.movable else "red")
+    left = finding.remedy.startswith("left")
+    return words.append(finding.remedy + done, "red" if left else "green")
 
 
 def costs(report: Report) -> Table:
@@ -1759,7 +1772,7 @@ def cost_rows(report: Report, names: list[CacheName]) -> Iterator[tuple[str, ...
         yield f"lost to {number}", *(f"{finding.lost[name]:,}" for name in names)
     linter, total = report.linter, report.tokens_after
     yield "reused", *(f"{linter.caches[n].reused / linter.tokens:.1%}" for n in names)
-    if total:
+    if total and any(finding.moved for finding in report.findings):
         yield "if moved", *(f"{report.after[n].reused / total:.1%}" for n in names)
 
 
@@ -1774,7 +1787,8 @@ show(report, Console(force_jupyter=False, width=79, color_system=None, highlight
 
 # %% [markdown]
 # Two prompts instead of a log, as texts or files, are compared the same way: `minivllm explain A
-# B` also shows the two tokens where they part, and lists all differences, whatever they cost.
+# B` also shows the two tokens where they part, and lists all differences behind which they go on
+# alike, whatever they cost.
 #
 # ## Exercises
 #

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (7d2e24c9): edit the chapter.
+# Exported from chapters/15_measuring.py (2d844da4): edit the chapter.
 """Measuring: several contestants, in turn, in one process, with their spread."""
 
 import gc
@@ -219,7 +219,7 @@ def read_lines(path: Path, read: Callable[[dict[str, Any]], T]) -> dict[int, T]:
     """
     found, number = dict[int, T](), 0
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     found[number] = read(_read_line(line))

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (94b653d9): edit the chapter.
+# Exported from chapters/15_measuring.py (cc4c8a3d): edit the chapter.
 """`minivllm bench serve`: an open-loop load on any server that speaks OpenAI's API."""
 
 import asyncio
@@ -136,6 +136,25 @@ def _words(rng: Random, number: int) -> list[str]:
     return ["".join(rng.choices(syllables, k=2)) for _ in range(number)]
 
 
+def salted(body: Mapping[str, Any], number: int, seed: int) -> dict[str, Any]:
+    """What a call of a file says, beginning in another way in each round.
+
+    A word is put before a text. Of token ids the first goes to the end, one more in
+    each round: any other might not be in the vocabulary.
+    """
+    word, prompt = f"{number}.{seed}:", body.get("prompt")
+    if isinstance(prompt, str):
+        return {**body, "prompt": f"{word} {prompt}"}
+    if prompt:
+        turn = number % len(prompt)
+        return {**body, "prompt": [*prompt[turn:], *prompt[:turn]]}
+    first, *others = body["messages"]
+    said = first.get("content") or ""
+    parts = isinstance(said, list)
+    said = [{"type": "text", "text": word}, *said] if parts else f"{word} {said}"
+    return {**body, "messages": [{**first, "content": said}, *others]}
+
+
 def read_calls(path: Path) -> list[Call]:
     """A call for each line of a JSONL file. `ValueError` names the file and the line.
 
@@ -152,9 +171,21 @@ def _read_call(line: Mapping[str, Any]) -> Call:
     body = {name: value for name, value in given.items() if value}
     if len(body) != 1:
         raise ValueError("a call has either a prompt or messages")
-    if length := line.get("max_tokens", line.get("output_length")):
-        body["max_tokens"] = int(length)
-    return Call(float(line.get("timestamp", 0)) / 1000, body)
+    ((name, said),) = body.items()
+    each = dict if name == "messages" else int
+    listed = isinstance(said, list) and all(type(x) is each for x in said)
+    if not listed and not (name == "prompt" and isinstance(said, str)):
+        raise ValueError(
+            "a prompt is text or token ids, messages are a list of objects"
+        )
+    if (length := line.get("max_tokens", line.get("output_length"))) is not None:
+        if type(length) is not int or length < 1:
+            raise ValueError(f"max_tokens must be a whole number >= 1, not {length!r}")
+        body["max_tokens"] = length
+    moment = line.get("timestamp", 0)
+    if type(moment) not in (int, float) or not 0 <= moment < 1e15:
+        raise ValueError(f"timestamp must be milliseconds >= 0, not {moment!r}")
+    return Call(moment / 1000, body)
 
 
 @dataclass(frozen=True)
@@ -167,6 +198,7 @@ class LoadPlan:
     mix: Mix = Mix()
     fixed: Sequence[Call] = ()  # of a file
     seed: int = 0
+    same: bool = False  # send what is fixed as it is, in every round
 
     def __post_init__(self) -> None:
         check_choice("arrivals", self.arrivals, ARRIVAL_TIMES)
@@ -177,13 +209,16 @@ class LoadPlan:
 
     def calls(self, number: int) -> list[Call]:
         """The calls of the round with this number, the same for all servers."""
-        if self.arrivals == "trace":
-            return list(self.fixed)
         size = len(self.fixed) or self.num_calls
-        rng = Random(f"{self.seed} {number}")
         bodies = [call.body for call in self.fixed]
+        if not self.same:
+            bodies = [salted(body, number, self.seed) for body in bodies]
         bodies = bodies or [self.mix.body(self.seed, number, i) for i in range(size)]
-        moments = due_times(self.arrivals, size, self.rate, rng)
+        if self.arrivals == "trace":
+            moments = [call.due_s for call in self.fixed]
+        else:
+            rng = Random(f"{self.seed} {number}")
+            moments = due_times(self.arrivals, size, self.rate, rng)
         return [Call(*pair) for pair in zip(moments, bodies, strict=True)]
 
 
@@ -329,8 +364,14 @@ async def _find_server(server: Server) -> Server:
 
 
 def check_server(server: Server, call: Call) -> None:
-    """Send one call and wait for it. Raises `ValueError` if it fails."""
-    body = {**call.body, "max_tokens": 1}
+    """Send a call of the same kind and wait for it. Raises `ValueError` if it fails.
+
+    It says next to nothing, so that no call of the load finds its prompt known.
+    """
+    prompt = call.body.get("prompt", "")
+    body: dict[str, Any] = {"prompt": prompt[-1:], "max_tokens": 1}
+    if "messages" in call.body:
+        body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
     (reply,) = load_server(server, [Call(0.0, body)], 60.0)
     if reply.fault:
         raise ValueError(f"{server.url}, model {server.model}: {reply.fault}")
@@ -353,13 +394,14 @@ def load_server(server: Server, calls: Sequence[Call], timeout_s: float) -> list
 def figures(replies: Sequence[Reply]) -> dict[str, float]:
     """What one round says, by name; what nobody told is left out."""
     good = [reply for reply in replies if not reply.fault]
+    told = {"failed": float(len(replies) - len(good))}
     times: dict[str, list[float]] = {
         "ttft_s": [r.ttft_s for r in good if r.ttft_s is not None],
         "itl_s": [b - a for r in good for a, b in pairwise(r.pieces_s)],
         "e2e_s": [r.done_s - r.due_s for r in good],
         "lag_s": [r.sent_s - r.due_s for r in replies],
     }
-    told = {
+    told |= {
         f"{name} p{round(100 * share)}": percentile(values, share)
         for name, values in times.items()
         for share in (0.5, 0.9, 0.99)
@@ -383,7 +425,10 @@ def _token_figures(good: Sequence[Reply], makespan_s: float) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ServeRow:
-    """One figure of one server over the rounds; its ratio is to the first server's."""
+    """One figure of one server over the rounds; its ratio is to the first server's.
+
+    None if a call of either failed: the figures are of those that did not.
+    """
 
     server: str
     figure: str
@@ -427,13 +472,14 @@ def count_faults(rounds: Sequence[Sequence[Reply]]) -> dict[str, int]:
 def make_serve_rows(rounds: Rounds) -> list[ServeRow]:
     """A row for each figure that every round of a server has."""
     told = {name: [figures(each) for each in rounds[name]] for name in rounds}
-    first = next(iter(rounds))
-    rows = []
+    first, rows = next(iter(rounds)), []
+    whole = {name: not count_faults(each) for name, each in rounds.items()}
     for figure in dict.fromkeys(f for each in told.values() for t in each for f in t):
         for name, each in told.items():
             if all(figure in t for t in each):
                 own = Measurement(tuple(t[figure] for t in each))
-                base = [t.get(figure, 0.0) for t in told[first]]
+                fair = whole[name] and whole[first]
+                base = [t.get(figure, 0.0) if fair else 0.0 for t in told[first]]
                 rows.append(_serve_row(name, figure, own, base))
     return rows
 
@@ -442,7 +488,7 @@ def _serve_row(
     name: str, figure: str, own: Measurement, base: Sequence[float]
 ) -> ServeRow:
     plain = ServeRow(name, figure, own.median, own.low, own.high, own.values)
-    if not all(base):  # 0, or not told in every round
+    if not all(base):  # 0, not told in every round, or not comparable
         return plain
     pairs = compare(own, Measurement(tuple(base)))
     return ServeRow(

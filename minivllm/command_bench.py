@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (a32ddc78): edit the chapter.
+# Exported from chapters/15_measuring.py (500ce9f7): edit the chapter.
 """The command `minivllm bench`: what is measured, each under its own name."""
 
 import json
@@ -173,7 +173,13 @@ def serve(
     repeats: Annotated[int, typer.Option(help="Rounds that are measured.")] = 3,
     warmups: Annotated[int, typer.Option(help="Rounds before them.")] = 1,
     timeout_s: Annotated[float, typer.Option(help="For one call.")] = 120.0,
-    seed: Annotated[int, typer.Option(help="Seed of moments and words.")] = 0,
+    same_prompts: Annotated[
+        bool, typer.Option("--same-prompts", help="A file's, as they are, each round.")
+    ] = False,
+    seed: Annotated[
+        int,
+        typer.Option(help="Of moments and words. A server may know the last one's."),
+    ] = 0,
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="For the first server.")
     ] = "",
@@ -192,7 +198,7 @@ def serve(
         raise ValueError("--repeats and --timeout-s must be above 0")
     mix = Mix(shared_words, own_words, chat)
     fixed = read_calls(prompts) if prompts else ()
-    plan = LoadPlan(arrivals, rate, requests, mix, fixed, seed)
+    plan = LoadPlan(arrivals, rate, requests, mix, fixed, seed, same_prompts)
     asked = {"base": (base_url, model, api_key)}
     asked |= {"compare": (compare_url, compare_model, "")} if compare_url else {}
     options: dict[str, Any]
@@ -205,6 +211,8 @@ def serve(
     rows = make_serve_rows(rounds)
     for line in serve_table(servers, rows, rounds, warm):
         typer.echo(line, err=as_json)
+    if fixed:
+        typer.echo(f"{prompts}: {SAME if same_prompts else SALTED}", err=as_json)
     options = {
         "base_url": base_url,
         "compare_url": [compare_url] if compare_url else [],
@@ -213,13 +221,19 @@ def serve(
     options |= {"prompts": [str(prompts)] if prompts else [], "max_tokens": max_tokens}
     options |= {"shared_words": shared_words, "own_words": own_words}
     options |= {"repeats": repeats, "warmups": warmups, "seed": seed}
-    facts = {"chat": chat, "ignore_eos": ignore_eos}
+    facts = {"chat": chat, "ignore_eos": ignore_eos, "same_prompts": same_prompts}
+    flags = (f" --{name.replace('_', '-')}" for name, given in facts.items() if given)
+    command = spell("serve", options) + "".join(flags)
     facts |= options | serve_facts(servers, rounds, warm)
-    keep(make_record(spell("serve", options), rows, **facts), record, as_json)
+    keep(make_record(command, rows, **facts), record, as_json)
     if svg is not None:
         svg.write_text(draw_serve_rows(rows).svg(), encoding="utf-8")
     if any(facts["faults"].values()):
         raise typer.Exit(1)
+
+
+SALTED = "each round puts a word of its own before its prompts"
+SAME = "the same prompts in each round: from the second on they may be known"
 
 
 def find_servers(
@@ -273,8 +287,11 @@ def serve_table(
     for name, each in rounds.items():
         for kind, number in count_faults(each).items():
             yield f"{name}: {number} of {sum(map(len, each))} calls failed: {kind}"
+        if count_faults(each):
+            yield f"{name}: its times are those of the others, so there is no ratio"
         for kind, number in count_faults(warm[name]).items():
-            yield f"{name}: {number} calls of the warm-up failed: {kind}"
+            size = sum(map(len, warm[name]))
+            yield f"{name}: {number} of {size} calls of the warm-up failed: {kind}"
         if any(not reply.streamed for part in each for reply in part):
             yield f"{name}: answered without streaming, so it has no TTFT"
         if any(

@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (e18966df): edit the chapter.
+# Exported from chapters/17_log.py (65c0ab03): edit the chapter.
 """`minivllm explain`: where two prompts part, and what breaks reuse in a log."""
 
 import json
@@ -208,8 +208,10 @@ class Report:
 
 def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None:
     """Read a log to find what breaks reuse, and once more to try it without."""
-    if path.is_dir() or (to and to.exists() and to.samefile(path)):
-        raise ValueError(f"{path} is a folder, or the file that --rewrite would write")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file: a log is read twice")
+    if to and to.exists() and to.samefile(path):
+        raise ValueError(f"{path} is the file that --rewrite would write")
     with progress_bar("log", 2 * path.stat().st_size) as advance:
         for line, asked in prompts_in(path, encoder, advance):
             report.add(asked)
@@ -224,6 +226,8 @@ def study(path: Path, encoder: Encoder, report: Report, to: Path | None) -> None
                 for data in try_again(lines, report):
                     if file:
                         file.write(data + b"\n")
+            for finding in report.findings:
+                finding.tried = True
 
 
 def keep(body: Body) -> None:
@@ -274,7 +278,8 @@ def show(report: Report, out: Console) -> None:
     """A report for people."""
     linter, size = report.linter, size_name(report.capacity)
     counts = f"{linter.requests:,} requests, {linter.tokens:,} prompt tokens"
-    out.print(f"{counts}; caches of {size} tokens")
+    room = f"of {size} tokens" if report.capacity else "without bound"
+    out.print(f"{counts}; caches {room}")
     if common := report.common:
         more = (
             ""
@@ -319,7 +324,8 @@ def in_words(number: int, finding: Finding) -> Text:
         f"line {told['line']} has {one}, line {told['nearest_line']} {other}\n   "
     )
     done = f": done in {finding.moved:,} requests" if finding.moved else ""
-    return words.append(finding.remedy + done, "green" if finding.movable else "red")
+    left = finding.remedy.startswith("left")
+    return words.append(finding.remedy + done, "red" if left else "green")
 
 
 def costs(report: Report) -> Table:
@@ -341,5 +347,5 @@ def cost_rows(report: Report, names: list[CacheName]) -> Iterator[tuple[str, ...
         yield f"lost to {number}", *(f"{finding.lost[name]:,}" for name in names)
     linter, total = report.linter, report.tokens_after
     yield "reused", *(f"{linter.caches[n].reused / linter.tokens:.1%}" for n in names)
-    if total:
+    if total and any(finding.moved for finding in report.findings):
         yield "if moved", *(f"{report.after[n].reused / total:.1%}" for n in names)

@@ -1,4 +1,4 @@
-# Exported from chapters/16_traffic.py (6184a6d3): edit the chapter.
+# Exported from chapters/16_traffic.py (d4ab849d): edit the chapter.
 """`minivllm simulate`, what each policy would do for a trace; and `bench calibrate`."""
 
 import json
@@ -27,6 +27,7 @@ from minivllm.workloads import TraceRequest, generate, read_trace, to_line
 POLICIES = ("index", "publish", "single_flight", "grouping", "admission", "eviction")
 UNUSED = {"device", "dtype", "kernels", "seed", "explain", "explain_tokens"}
 LEFT_OUT = {"model", *SAMPLING, "num_pages", *UNUSED}
+NEEDED, CURVE = "0", "16K,64K,256K,1M,4M,16M,0"  # what --capacity, --capacities are
 
 
 def add_to(root: typer.Typer) -> None:
@@ -57,7 +58,7 @@ def size_name(tokens: int) -> str:
 
 def load_traffic(source: str, num_requests: int | None) -> list[TraceRequest]:
     """The requests of a file, or of a generator named `gen:…`."""
-    if num_requests is not None and num_requests < 1:
+    if num_requests is not None and not 1 <= num_requests < 2**31:
         raise ValueError(f"--requests must be at least 1, not {num_requests}")
     if source.startswith("gen:"):
         return generate(source.removeprefix("gen:"), num_requests or 200)
@@ -68,7 +69,7 @@ def combinations(options: dict[str, Any]) -> list[EngineOptions]:
     """The engines that lists of policies ask for. Raises `ValueError`."""
     known = {each.name for each in fields(EngineOptions)} - LEFT_OUT
     chosen = {name: options[name] for name in known}
-    lists = [str(chosen[name]).split(",") for name in POLICIES]
+    lists = [dict.fromkeys(str(chosen[name]).split(",")) for name in POLICIES]
     return [
         EngineOptions(**chosen | dict(zip(POLICIES, values, strict=True)))
         for values in product(*lists)
@@ -142,7 +143,8 @@ HEAD = f"{'tokens':>10} {'reused':>7}  TTFT {'P50':>9} {'P90':>9} {'P99':>9}"
 def in_words(outcome: Outcome) -> str:
     """A line of the table."""
     told, times = outcome.told, outcome.told["ttft_s"]
-    ttft = " ".join(f"{quantity(times[p], 's'):>9}" for p in times)
+    shown = (quantity(times[p], "s") if times else "-" for p in ("p50", "p90", "p99"))
+    ttft = " ".join(f"{each:>9}" for each in shown)
     counts = f"{outcome.totals['preemptions']:>9}"
     return (
         f"{size_name(outcome.capacity):>10} {told['hit_rate']:>7.1%}       {ttft}"
@@ -205,7 +207,7 @@ def simulate(
     ],
     capacity: Annotated[
         str, typer.Option(help="Tokens of K/V memory, a list; 0: as many as needed.")
-    ] = "0",
+    ] = NEEDED,
     cost: Annotated[
         str, typer.Option(help="A file of bench calibrate, 70b-8xh100 or 8b-h100.")
     ] = "70b-8xh100",
@@ -214,7 +216,7 @@ def simulate(
     ] = False,
     capacities: Annotated[
         str, typer.Option(help="Cache sizes of that curve, in tokens; 0: unbounded.")
-    ] = "16K,64K,256K,1M,4M,16M,0",
+    ] = CURVE,
     requests: Annotated[
         int | None, typer.Option(help="Only the first so many; generated ones: 200.")
     ] = None,
@@ -239,6 +241,8 @@ def simulate(
     check_place(write, "--write")
     check_place(svg, "--svg")
     check_place(trace, "--trace")
+    if capacity != NEEDED if cache_only else capacities != CURVE:
+        raise ValueError("--cache-only takes --capacities, a replay takes --capacity")
     sizes, model = sizes_of(capacities if cache_only else capacity), read_cost(cost)
     traffic = load_traffic(source, requests)
     if options["page_size"] is None:

@@ -1,4 +1,4 @@
-# Exported from chapters/13_explain.py (dd85ed54): edit the chapter.
+# Exported from chapters/13_explain.py (320dea30): edit the chapter.
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from minivllm.request import ExtraKey
 from minivllm.scheduler import RequestState
 from minivllm.single_flight import in_prompt
 
-LOOK = 12  # tokens of the other prompt to look at, where two part
+LOOK = 12  # tokens of two prompts to show, where they part
 
 
 class Nearest(NamedTuple):
@@ -55,18 +55,18 @@ class History(RadixCache):
         self.forgot = max(self.forgot, leaf.last_access)
         super()._trim(leaf, num_pages)
 
-    def nearest(self, ids: array[int], key: ExtraKey) -> Nearest:
-        """Where a prompt leaves all that is remembered, and what goes on there."""
+    def nearest(self, ids: array[int], key: ExtraKey, look: int = LOOK) -> Nearest:
+        """Where a prompt leaves all that is remembered, and how that goes on."""
         match, rest, name = self.match_prefix(ids, key), array("i"), ""
         node, at = match.end or (None, 0)
         skipped = ids[match.matched_len + 1 :][:1].tobytes()
-        while node and len(rest) < LOOK:
+        while node and len(rest) < look:
             if len(node.key) > at:
                 name = name or str(node.places[at // 4])
-                rest.frombytes(node.key[at:])
+                rest.frombytes(node.key[at : at + 4 * look])
             last = next(reversed(node.children.values()), None)
             node, at = last if rest else node.children.get(skipped, last), 0
-        return Nearest(match.matched_len, tuple(rest[:LOOK]), name)
+        return Nearest(match.matched_len, tuple(rest[:look]), name)
 
 
 @dataclass(eq=False)
@@ -139,6 +139,7 @@ class Parting:
     cause: str
     here_text: str = ""
     there_text: str = ""
+    alike: int = 0  # tokens that agree again behind the difference, as far as we look
 
     def __str__(self) -> str:
         texts = [self.here_text, self.there_text]
@@ -152,7 +153,7 @@ class Parting:
 
 STEPS = {  # where the search for a reason ends (S16), and what is said there
     "different": (1, "{parting}"),
-    "new": (1, "no known prompt goes on like this one"),
+    "new": (0, "no known prompt has the next page{where}"),
     "evicted": (2, "the next {missed} were known; request {who} took their pages{ago}"),
     "unpublished": (2, "request {who} has the next {missed}, unpublished ({detail})"),
     "unfinished": (2, "request {who} was to compute the next {missed}: {detail}{ago}"),
@@ -212,9 +213,7 @@ class Reuse:
         if self.cached_tokens:
             gained = self.late is None or self.saved_s > self.queued_s
             return "hit" if gained else "hit without benefit"
-        return (
-            "missed" if STEPS[self.why][0] and self.why != "new" else "nothing to find"
-        )
+        return "missed" if STEPS[self.why][0] else "nothing to find"
 
     @property
     def step(self) -> int:
@@ -229,6 +228,7 @@ class Reuse:
         ago = "" if self.ago_s is None else f", {self.ago_s:.2f} s ago"
         rest = self.prompt_tokens - self.cached_tokens
         missed = self.missed_tokens
+        where = f": {self.parting}" if self.parting else ""
         words = STEPS[self.why][1].format(**vars(self) | locals())
         if self.why in UNSURE and self.remembers_s is not None:
             back = f"memory reaches back {self.remembers_s:.2f} s"
@@ -246,26 +246,44 @@ class Reuse:
         return waits
 
 
+GRAM = 8  # tokens that must agree before two prompts are said to go on alike
+MOST = 48  # tokens of a difference, behind which to look
+
+
+def resume(here: Sequence[int], there: Sequence[int]) -> tuple[int, int, int] | None:
+    """How many tokens of either to skip so that both go on alike, and how long."""
+    ends = range(GRAM, len(there) + 1)
+    places = {tuple(there[end - GRAM : end]): end - GRAM for end in reversed(ends)}
+    grams = ((i, tuple(here[i : i + GRAM])) for i in range(len(here) - GRAM + 1))
+    found = ((i + places[gram], i, places[gram]) for i, gram in grams if gram in places)
+    if not (nearest := min(found, default=None)):
+        return None
+    _, i, j = nearest
+    pairs = zip(here[i:], there[j:], strict=False)
+    return i, j, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def lost_tokens(reach: int, alike: int, cached: int, page: int, size: int) -> int:
+    """What one difference keeps from a prompt of `size` tokens, in whole pages.
+
+    Two prompts agree for `reach` tokens; without the difference `alike` more.
+    """
+    without = min((reach + alike) // page * page, size - 1)
+    return max(0, without - max(cached, reach // page * page))
+
+
 Decode = Callable[[Sequence[int]], str]
-SURE = 4  # tokens that must agree before two prompts are said to go on alike
-GAPS = sorted(product(range(LOOK - SURE + 1), repeat=2), key=sum)[1:]
 AT_START = {
     (1, 0): "a token too many at the start, as a BOS",
     (0, 1): "a token too few at the start, as a BOS",
 }
-
-
-def resume(here: Sequence[int], there: Sequence[int]) -> tuple[int, int] | None:
-    """How many tokens of either to skip, so that both go on alike."""
-    for one, other in GAPS:
-        same = here[one : one + SURE]
-        if len(same) == SURE and same == there[other : other + SURE]:
-            return one, other
-    return None
+OTHER_TEXT = "other text"
 
 
 def guess(position: int, gap: tuple[int, int] | None, one: str, other: str) -> str:
     """The likely cause, from what stands in one prompt and not in the other."""
+    if gap is None:
+        return OTHER_TEXT
     if position < 2 and gap in AT_START:
         return AT_START[gap]
     if one + other and one.split() == other.split():
@@ -273,19 +291,19 @@ def guess(position: int, gap: tuple[int, int] | None, one: str, other: str) -> s
     numbers = (not text or any(map(str.isdigit, text)) for text in (one, other))
     if one + other and all(numbers):
         return "a number that changes, as a time or a counter"
-    if gap and 0 in gap:
-        return "text put in or left out"
-    return "a value that changes, and both go on alike" if gap else "other text"
+    return "text put in or left out" if 0 in gap else "a value that changes"
 
 
-def part(position: int, ids: array[int], near: Nearest, decode: Decode) -> Parting:
+def part(ids: array[int], near: Nearest, decode: Decode, look: int = LOOK) -> Parting:
     """Describe where a prompt leaves the nearest known one."""
-    here, there = tuple(ids[position : position + LOOK]), near.there
-    gap = resume(here, there)
-    one, other = gap or (1, 1)
-    cause = guess(position, gap, decode(here[:one]), decode(there[:other]))
-    shown = (decode(here[: one or 1]), decode(there[: other or 1]))
-    return Parting(position, here, there, near.request_id, cause, *shown)
+    position, there = near.length, near.there
+    here = tuple(ids[position : position + look])
+    i, j, alike = resume(here, there) or (1, 1, 0)
+    shown = decode(here[: i or 1]), decode(there[: j or 1])
+    gap = (i, j) if alike else None
+    cause = guess(position, gap, decode(here[:i]), decode(there[:j]))
+    sides = here[:LOOK], there[:LOOK]
+    return Parting(position, *sides, near.request_id, cause, *shown, alike)
 
 
 def no_text(token_ids: Sequence[int]) -> str:
@@ -315,6 +333,7 @@ class Explainer:
         self.publish = publish and f", publish={publish}"
         self.decode = decode
         self.page_size = cache.page_size
+        self.look = MOST + max(GRAM, cache.page_size)
         num_tokens = num_tokens or 2 * cache.pool.num_pages * cache.page_size
         self.history = History(num_tokens)
         self.pages = Pages(num_tokens // cache.page_size)
@@ -439,19 +458,19 @@ class Explainer:
 
     def _report(self, state: RequestState, cached: int, names: list[bytes]) -> Reuse:
         ids, most = state.tokens, len(state.tokens) - 1
-        near = self.history.nearest(ids, state.request.extra_key)
+        near = self.history.nearest(ids, state.request.extra_key, self.look)
         fate, num_known = self._why(state, cached, names, near)
+        parting = self._parting(ids, near) if fate.why == "new" else None
         whole = max(cached, min(num_known // self.page_size * self.page_size, most))
         known = max(whole, min(num_known, most))
-        differ = fate.why == "different"
         return Reuse(
             prompt_tokens=len(ids),
             cached_tokens=cached,
-            why=fate.why,
+            why="different" if self._costs(parting, cached, len(ids)) else fate.why,
             missed_tokens=whole - cached,
             unaligned_tokens=known - whole,
             new_tokens=most - known,
-            parting=part(near.length, ids, near, self.decode) if differ else None,
+            parting=parting,
             who=fate.who,
             detail=fate.detail,
             ago_s=self._ago(fate.at_s),
@@ -459,6 +478,18 @@ class Explainer:
             saved_s=cached * self._pace[0] / max(1.0, self._pace[1]),
             **self._waits(state),
         )
+
+    def _parting(self, ids: array[int], near: Nearest) -> Parting | None:
+        """Where it leaves a known prompt, if it has anything in common with one."""
+        parting = part(ids, near, self.decode, self.look) if near.there else None
+        return parting if parting and (near.length or parting.alike) else None
+
+    def _costs(self, parting: Parting | None, cached: int, size: int) -> bool:
+        """Whether a difference keeps a page from a prompt of this size."""
+        if parting is None:
+            return False
+        reach, alike = parting.position, parting.alike
+        return lost_tokens(reach, alike, cached, self.page_size, size) > 0
 
     def _ago(self, at_s: float | None) -> float | None:
         return None if at_s is None else max(0.0, self.clock.now() - at_s)
@@ -482,9 +513,7 @@ class Explainer:
         elsewhere = self._elsewhere(state)
         if elsewhere >= cached + size:
             return Fate("other key"), elsewhere
-        gap = resume(tuple(state.tokens[:LOOK]), near.there)
-        begins = near.length or gap in AT_START
-        return Fate("different" if near.there and begins else "new"), known
+        return Fate("new"), known
 
     def _fate(self, names: list[bytes], page: int) -> tuple[Fate, int] | None:
         """What became of the first of these pages, and of how many that is known."""

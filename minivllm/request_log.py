@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (9fdfd007): edit the chapter.
+# Exported from chapters/17_log.py (7a0eae3d): edit the chapter.
 """Logs of requests, in the formats that people have, as bodies of OpenAI's API."""
 
 import json
@@ -88,7 +88,7 @@ def read_log(path: Path) -> Iterator[Line]:
     """The lines of a log, one at a time; a bad one has a `fault` and no bodies.
 
     A file whose first line is no JSON has a prompt on each line. A file that is one
-    JSON list over several lines is read whole.
+    JSON value over several lines, a list or a request, is read whole.
     """
     traces, plain = LineReader(), None
     with path.open("rb") as file:
@@ -100,30 +100,37 @@ def read_log(path: Path) -> Iterator[Line]:
                 text = raw.decode("utf-8-sig").strip()
                 if "\0" in text:
                     raise ValueError("this is not text")
-                if plain is None and text == "[":
+                if plain is None and text in ("[", "{"):
+                    plain = False
                     yield from _whole(path, traces)
                     return
-                plain = not _is_json(text) if plain is None else plain
-                line.value = text if plain else json.loads(text)
+                line.value = text if plain else _value(text, plain is None)
+                plain = line.value is text if plain is None else plain
                 line.bodies = bodies_of(line.value, traces)
             except UnicodeDecodeError:
                 line.fault = "this is not text in UTF-8"
             except json.JSONDecodeError as error:
-                line.fault = f"this is not JSON: {error}"
+                plain, line.fault = False, f"this is not JSON: {error}"
             except (ValueError, TypeError, RecursionError) as error:
                 line.fault = str(error)
             yield line
 
 
-def _is_json(text: str) -> bool:
+def _value(text: str, may_be_plain: bool) -> Any:
     try:
-        return isinstance(json.loads(text), str | list | dict)
-    except (ValueError, RecursionError):
-        return text[:1] in ("{", "[")
+        value = json.loads(text)
+    except ValueError:
+        if may_be_plain and text[:1] not in ("{", "["):
+            return text
+        raise
+    other = isinstance(value, str | list | dict) or not may_be_plain
+    return value if other else text
 
 
 def _whole(path: Path, traces: LineReader) -> Iterator[Line]:
-    for number, value in enumerate(json.loads(path.read_text("utf-8-sig")), 1):
+    whole = json.loads(path.read_text("utf-8-sig"))
+    values = whole if isinstance(whole, list) else [whole]
+    for number, value in enumerate(values, 1):
         raw = json.dumps(value, ensure_ascii=False).encode()
         try:
             yield Line(number, raw, value, bodies_of(value, traces))

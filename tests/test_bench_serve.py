@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from math import log
 
 import pytest
@@ -35,6 +35,7 @@ from minivllm.bench_serve import (
     run_rounds,
     send_all,
 )
+from minivllm.command_bench import serve_table
 
 # ---- A server that does whatever it is told ------------------------------------------
 
@@ -350,14 +351,73 @@ def test_calls_from_a_file(tmp_path):
     calls = read_calls(path)
     assert [call.due_s for call in calls] == [0.0, 0.02, 1.5]
     assert calls[1].body == {"prompt": [1, 2], "max_tokens": 5}
-    assert LoadPlan("trace", fixed=calls).calls(7) == calls
-    timed = LoadPlan("burst", fixed=calls).calls(0)
+    assert LoadPlan("trace", fixed=calls, same=True).calls(7) == calls
+    timed = LoadPlan("burst", fixed=calls, same=True).calls(0)
     assert [c.due_s for c in timed] == [0, 0, 0]
     assert [c.body for c in timed] == [c.body for c in calls]
 
 
+FILE = [
+    Call(0.0, {"prompt": "You are a guide. When?"}),
+    Call(0.5, {"prompt": "You are a guide. Where?", "max_tokens": 3}),
+    Call(1.0, {"prompt": [5, 6, 7, 8]}),
+    Call(1.5, {"prompt": [5, 6, 7, 9]}),
+    Call(
+        2.0, {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user"}]}
+    ),
+    Call(
+        2.5,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    ),
+    Call(3.0, {"messages": [{"role": "user", "content": None}]}),
+]
+
+
+def shared(one, other):
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def said(call):
+    """A text, or token ids, with which a prompt begins."""
+    body = call.body
+    content = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+    return content[0]["text"] if isinstance(content[0], dict) else content
+
+
+@pytest.mark.parametrize("arrivals", ["trace", "burst"])
+def test_prompts_of_a_file_begin_in_another_way_in_each_round(arrivals):
+    """With earlier rounds they share nothing, among themselves what they shared."""
+    plan = LoadPlan(arrivals, fixed=FILE)
+    rounds = [plan.calls(number) for number in range(4)]
+    assert rounds == [plan.calls(number) for number in range(4)]
+    for one, other in combinations(rounds, 2):
+        for a, b in product(one, other):
+            assert not shared(said(a), said(b)), "known from another round"
+    for calls in rounds:
+        assert shared(said(calls[0]), said(calls[1])) >= len("You are a guide. Whe")
+        assert sorted(calls[2].body["prompt"]) == [5, 6, 7, 8]
+        assert said(calls[0]).endswith("guide. When?")
+        assert said(calls[4]).endswith("Be kind.") and calls[1].body["max_tokens"] == 3
+        assert calls[5].body["messages"][0]["content"][1:] == [
+            {"type": "text", "text": "a"}
+        ]
+        if arrivals == "trace":
+            assert [c.due_s for c in calls] == [c.due_s for c in FILE]
+
+
 @pytest.mark.parametrize(
-    "line", ['{"prompt": "a", "messages": [1]}', "{}", "[]", "{", '{"prompt": ""}']
+    "line",
+    [
+        '{"prompt": "a", "messages": [1]}',
+        *("{}", "[]", "{", '{"prompt": ""}', '{"prompt": 7}', '{"prompt": [1, "a"]}'),
+        *('{"messages": ["Hi"]}', '{"messages": {"role": "user"}}'),
+        '{"prompt": "x", "timestamp": NaN}',
+        '{"prompt": "x", "timestamp": -1}',
+        '{"prompt": "x", "timestamp": null}',
+        '{"prompt": "x", "max_tokens": 0}',
+        '{"prompt": "x", "max_tokens": "many"}',
+    ],
 )
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "calls.jsonl"
@@ -416,7 +476,9 @@ def test_figures_of_a_round():
     assert told["requests/s"] == pytest.approx(3 / 3.1)
     assert told["output tokens/s"] == pytest.approx(6 / 3.1)
     assert (told["prompt tokens"], told["cached tokens"]) == (30, 15)
+    assert told["failed"] == 1
     assert set(figures(replies_with(1.0, fault="x"))) == {
+        "failed",
         "lag_s p50",
         "lag_s p90",
         "lag_s p99",
@@ -451,6 +513,24 @@ def test_a_figure_that_a_round_lacks_is_left_out_and_failures_are_counted():
     assert ("a", "ttft_s p50") in rows and ("b", "ttft_s p50") not in rows
     assert ("b", "lag_s p50") in rows
     assert count_faults(rounds["b"]) == {"HTTP 500": 2}
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_beside_failures_there_is_no_ratio(who):
+    """A server that fails the slow calls has the better percentiles of the others."""
+    rounds = {name: [replies_with(1.0, 2.0) for _ in range(3)] for name in "ab"}
+    assert all(r.ratio for r in make_serve_rows(rounds) if "ttft_s" in r.figure)
+    rounds[who][1] = replies_with(1.0) + replies_with(2.0, fault="HTTP 500")
+    rows = make_serve_rows(rounds)
+    assert {r.ratio for r in rows if r.server == "b"} == {None}
+    failed = {r.server: r.values for r in rows if r.figure == "failed"}
+    assert failed == {"a": (0, 0, 0), "b": (0, 0, 0)} | {who: (0, 1, 0)}
+    servers = {name: Server("http://x/v1", "m") for name in "ab"}
+    lines = list(serve_table(servers, rows, rounds, {"a": [], "b": []}))
+    assert lines[3].split()[0] == "failed" and not any(
+        "(" in line for line in lines[3:]
+    )
+    assert f"{who}: 1 of 6 calls failed: HTTP 500" in lines
 
 
 # ---- The command ---------------------------------------------------------------------
@@ -501,6 +581,37 @@ def test_failures_are_told_and_end_in_code_1(capsys):
     assert told["faults"]["base"] == {"HTTP 500: out of pages": 3}
     assert told["faults_in_warmups"]["base"] == {"HTTP 500: out of pages": 1}
     assert "base: 3 of 8 calls failed: HTTP 500: out of pages" in err
+    assert "so there is no ratio" in err
+    failed = next(row for row in told["rows"] if row["figure"] == "failed")
+    assert sum(failed["values"]) == 3
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_file_of_prompts_is_said_to_be_the_same_or_not(same, capsys, tmp_path):
+    path, stub = tmp_path / "calls.jsonl", Stub()
+    path.write_text('{"prompt": "one"}\n{"prompt": "two"}\n', encoding="utf-8")
+    options = ("--prompts", path, *QUICK, "--json", *["--same-prompts"] * same)
+    with running(stub) as url:
+        _, out, err = command("--base-url", url, *options, capsys=capsys)
+    told = json.loads(out)
+    sent = [body["prompt"] for body in stub.bodies[1:]]
+    assert len(set(sent)) == (2 if same else 6) and len(sent) == 6
+    assert told["same_prompts"] is same
+    assert ("--same-prompts" in told["command"]) is same
+    assert ("the same prompts in each round" in err) is same
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_check_of_a_server_warms_no_call(chat, capsys):
+    """Not even with `--warmups 0`: it sends next to nothing, none of the load."""
+    stub = Stub()
+    options = (*QUICK, "--warmups", 0, *["--chat"] * chat)
+    with running(stub) as url:
+        assert command("--base-url", url, *options, capsys=capsys)[0] == 0
+    check, *sent = stub.bodies
+    assert len(json.dumps(check.get("messages", check.get("prompt")))) < 40
+    assert ("messages" in check) is chat and check["max_tokens"] == 1
+    assert len(sent) == 2 * 4 and check not in sent
 
 
 def test_a_server_that_does_not_stream_is_told(capsys):

@@ -8,6 +8,7 @@ agree in every field; where it did not, the explainer must say that it has forgo
 import gc
 import json
 import random
+from array import array
 from dataclasses import asdict, dataclass
 
 import pytest
@@ -29,6 +30,7 @@ from minivllm.explain import (
     Reuse,
     explain,
 )
+from minivllm.lint import Asked, CacheOnly, Linter
 from minivllm.options import EngineOptions, assemble
 from minivllm.request import SamplingParams
 from minivllm.simulation import VirtualClock
@@ -232,15 +234,7 @@ class Log:
         elsewhere = (common(ids, k.tokens) for k in self.known if k.key != key)
         if max(elsewhere, default=0) >= (page + 1) * size:
             return "other key", "", "", None
-        return self.different(ids, key, known), "", "", None
-
-    def different(self, ids, key, known):
-        nearest = [
-            k.tokens[known:]
-            for k in self.known
-            if k.key == key and common(ids, k.tokens) == known and k.tokens[known:]
-        ]
-        return "different" if nearest and known else "new"
+        return "new", "", "", None
 
     def waited(self, state):
         queued, now_s = self.queued[state.request.request_id], self.now()
@@ -346,10 +340,9 @@ def forgiving(runner):
 
 
 def as_log(reuse):
-    """The fields that the log has. It does not look for a token too many or too few."""
+    """The fields that the log has. Whether a difference is a fault is another check."""
     told = {k: v for k, v in vars(reuse).items() if k not in WORDS}
-    begins = reuse.parting is None or reuse.parting.position
-    return told if begins else told | {"why": "new"}
+    return told | {"why": "new"} if reuse.why == "different" else told
 
 
 def settled(value):
@@ -390,6 +383,8 @@ def compare(output, log):
     assert output.num_cached_tokens == output.reuse.cached_tokens
     if parting := output.reuse.parting:
         check_parting(output, parting, log)
+    elif output.reuse.why in ("different", "new"):
+        check_nothing_in_common(output, log)
 
 
 def check_parting(output, parting, log):
@@ -399,8 +394,41 @@ def check_parting(output, parting, log):
     assert parting.here[0] != parting.there[0]
     path = [*ids[:i], *parting.there]
     known = log.used_after[output.request_id]
-    assert any(k.tokens[: len(path)] == path for k in known)
+    nearest = [k.tokens for k in known if k.tokens[: len(path)] == path]
     assert any(str(k.number) == parting.request_id for k in known)
+    cached = output.num_cached_tokens
+    found = {naive_fault(ids, old, i, cached, log.size) for old in nearest}
+    assert (output.reuse.why == "different") in found
+    if output.reuse.verdict != "hit without benefit":
+        assert output.reuse.step == (output.reuse.why == "different")
+
+
+def check_nothing_in_common(output, log):
+    """If it leaves no known prompt, none goes on after what they have in common."""
+    ids, key = output.prompt_token_ids, log.keys[output.request_id]
+    known = [k.tokens for k in log.used_after[output.request_id] if k.key == key]
+    longest = max((common(ids, tokens) for tokens in known), default=0)
+    ends = [len(t) == longest for t in known if common(ids, t) == longest]
+    assert output.reuse.why == "new" and (not longest or all(ends))
+
+
+def naive_fault(ids, old, start, cached, page):
+    """Whether without the first difference of two prompts a page more would be there.
+
+    They go on alike from the nearest pair of places from which eight tokens agree.
+    """
+    here, there = ids[start:], old[start:]
+    meetings = [
+        (i + j, i, j)
+        for i in range(len(here) - 7)
+        for j in range(len(there) - 7)
+        if here[i : i + 8] == there[j : j + 8]
+    ]
+    if not meetings:
+        return False
+    _, i, j = min(meetings)
+    without = start + common(here[i:], there[j:])
+    return min(without // page * page, len(ids) - 1) > max(cached, start // page * page)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOWLY)
@@ -507,6 +535,7 @@ PROMPT = "You are the guide of a small museum. It is 09:41 now. Answer visitors.
         ("<" + PROMPT, 0, "too many"),
         (PROMPT[1:], 0, "too few"),
         (PROMPT[0] + PROMPT, 1, "too many"),
+        (PROMPT.replace("09:41", "4f9d2a0e-77c1-4e0b-9d6e-5b1f0c2a8e31"), 43, "number"),
         (PROMPT[:40] + "Speak like a pirate, whatever they ask.", 40, "other text"),
     ],
 )
@@ -514,13 +543,59 @@ def test_where_two_prompts_part(index, page_size, other, position, cause):
     engine = small(index=index, page_size=page_size)
     ask(engine, PROMPT)
     (reuse,) = ask(engine, other)
-    assert reuse.why == "different" and reuse.step == 1
+    faulty = cause != "other text"
+    assert (reuse.why, reuse.step) == (("different", 1) if faulty else ("new", 0))
     assert reuse.parting.position == position and cause in reuse.parting.cause
     assert reuse.cached_tokens == position // page_size * page_size
     token, text = reuse.parting.here[0], reuse.parting.here_text
     assert token == other.encode()[position] and str(token) in str(reuse)
     assert repr(text) in str(reuse) or not text
     json.dumps(asdict(reuse))
+
+
+PAGES = st.sampled_from([1, 4, 16, 32])
+
+
+@settings(max_examples=150, deadline=None)
+@given(PAGES, st.integers(0, 40), st.integers(0, 40), st.integers(0, 5), st.data())
+def test_a_fault_is_a_difference_that_costs_a_page(page, first, alike, here, data):
+    """`first` tokens in common, a hole, `alike` more; the linter says the same."""
+    there = data.draw(st.integers(0 if here else 1, 5))
+    stable = [*range(1, first + alike + 1)]
+    one, other = (
+        [*stable[:first], *[100 + who] * hole, *stable[first:], *[200 + who] * 9]
+        for who, hole in ((0, there), (1, here))
+    )
+    engine = small(page_size=page)
+    for ids in (one, other):
+        engine.submit(ids, SamplingParams(max_tokens=1))
+        reuse = engine.step()[0].reuse
+    costs = (first + (alike if alike >= 8 else 0)) // page > first // page
+    assert reuse.step == (1 if costs else 0)
+    if not reuse.cached_tokens:
+        assert reuse.verdict == ("missed" if costs else "nothing to find")
+    linter = Linter({("radix", page): CacheOnly("radix", page, 0)})
+    for number, ids in enumerate((one, other)):
+        linter.add(Asked(number, array("i", ids)))
+    found = linter.findings(("radix", page), everything=True)
+    assert any(f.lost["radix", page] for f in found) == costs
+
+
+@pytest.mark.parametrize("opening", ["", "<", "<|im_start|>system\n"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_what_every_prompt_begins_with_is_no_reason(opening, page_size):
+    """Two unrelated prompts, a BOS or a template around them: nothing was missed."""
+    engine = small(page_size=page_size)
+    closing = "<|end|>\n" if opening else ""
+    texts = ("Write a poem on the sea and its ships.", "Is 391 a prime? Say why.")
+    ask(engine, f"{opening}{texts[0] * 3}{closing}")
+    (reuse,) = ask(engine, f"{opening}{texts[1] * 3}{closing}")
+    told = (reuse.step, reuse.why, reuse.missed_tokens)
+    if not reuse.cached_tokens:
+        assert reuse.verdict == "nothing to find"
+    assert told == (0, "new", 0)
+    assert ("other text" in str(reuse)) == bool(opening)
+    assert (reuse.parting is None) == (not opening), "they have nothing in common"
 
 
 def test_a_moved_token_is_found_among_many_branches():

@@ -1,6 +1,7 @@
 """What breaks reuse in a log: causes, costs, the command, and a live run beside it."""
 
 import json
+import os
 import random
 import re
 from array import array
@@ -19,6 +20,7 @@ from test_commands import command  # noqa: F401  # a fixture
 import minivllm.command_explain as command_explain
 from minivllm import LLM, SamplingParams
 from minivllm.chat import ChatTemplate
+from minivllm.explain import lost_tokens
 from minivllm.lint import (
     CacheOnly,
     Encoder,
@@ -29,7 +31,6 @@ from minivllm.lint import (
     differences,
     find_gaps,
     kind_of,
-    lost_tokens,
     rewrite,
 )
 
@@ -574,6 +575,32 @@ def test_more_formats(explain):
         assert told["bad_lines"] == [] and abs(told["prompt_tokens"] - tokens_) < 30
 
 
+def test_one_request_over_several_lines(explain):
+    """A file that is one JSON value, as an editor shows it; and one that is cut off."""
+    text = json.dumps(chat(RULES), indent=1)
+    told = json.loads(explain(text, "--json")[1])
+    assert told["requests"] == 1 and told["bad_lines"] == []
+    cut = text[: len(text) // 2]
+    code, _, err = explain(cut)
+    assert code == 2 and "not JSON" in err, "its lines were taken for prompts"
+    told = json.loads(explain("{\n" + FORMS["openai"] + "\n", "--json")[1])
+    assert told["requests"] == 1 and len(told["bad_lines"]) == 1
+    told = json.loads(
+        explain('{"prompt": "a",\n"b"\nwords\n{"prompt": "c"}', "--json")[1]
+    )
+    assert told["requests"] == 2 and len(told["bad_lines"]) == 2
+
+
+def test_what_could_not_be_moved_is_left(explain):
+    """A prompt of one line may end inside of a sentence: nothing is put there."""
+    log = [{"prompt": f"It is 09:4{i}:00 now. {RULES}"} for i in range(4)]
+    told = json.loads(explain(log, "--json")[1])
+    finding = told["findings"][0]
+    assert finding["moved"] == 0 and finding["remedy"].startswith("left: ")
+    out = explain(log)[1]
+    assert "left: it is no line or sentence" in out and "if moved" not in out
+
+
 def test_a_rewritten_conversation_moves_in_each_of_its_requests(explain, tmp_path):
     """And leaves what was said before as it was."""
     log = []
@@ -642,7 +669,7 @@ def test_odd_lines_do_not_end_it(explain, tmp_path):
         {"messages": [{"role": "system", "content": parts}, *chat("")["messages"][1:]]},
         {"messages": [{"role": "assistant", "tool_calls": [1]}, {"role": "user"}]},
         {"messages": ["Hi"]},
-        {"messages": [{"role": "user", "content": 7}], "tools": 3},
+        {"messages": [{"role": "user", "content": "x"}], "tools": "abc"},
         {"prompt": "x", "cache_salt": {"a": []}},
         {"prompt_token_ids": [-1, 2]},
         {"prompt_token_ids": [2**70]},
@@ -699,6 +726,7 @@ def test_a_prompt_that_never_fits_is_counted(explain):
         (("--capacity", "8", "--page-size", "16"), "no page of 16"),
         (("--capacity", "1K,2K"), "one --capacity"),
         (("--rewrite", "/no/such/place"), "--rewrite"),
+        (("--rewrite", f"{__file__}/x"), "--rewrite"),
     ],
 )
 def test_a_bad_option_is_one_line(options, named, explain):
@@ -710,6 +738,10 @@ def test_places_that_are_no_log(command, explain, tmp_path):  # noqa: F811
     for place in (tmp_path, tmp_path / "none.jsonl"):
         code, out, err = command("explain", place)
         assert (code, out, err.count("\n")) == (2, "", 1) and str(place) in err
+    read, write = os.pipe()
+    code, out, err = command("explain", f"/dev/fd/{read}")
+    assert (code, out) == (2, "") and "read twice" in err
+    os.close(read), os.close(write)
     code, _, err = explain([chat(RULES)], "--rewrite", tmp_path / "log.jsonl")
     assert code == 2 and "--rewrite would write" in err
 
@@ -756,6 +788,12 @@ def test_two_files_of_chats(command, explain, tmp_path):  # noqa: F811
     assert told["findings"][0]["path"] == "tools"
     same = json.loads(command("explain", pair[0], pair[0], "--json")[1])
     assert same["findings"] == [] and same["caches"][0]["reused"] > 400
+
+
+def test_two_texts_that_have_nothing_in_common_are_no_fault(command, explain):  # noqa: F811
+    pair = "Write a poem on the sea.", "Who were the kings of Rome?"
+    assert json.loads(command("explain", *pair, "--json")[1])["findings"] == []
+    assert "no field breaks reuse" in command("explain", *pair)[1]
 
 
 def test_a_pair_tells_what_costs_nothing(command, explain):  # noqa: F811

@@ -302,8 +302,8 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
     "an explainer that ignores the extra key": (
         Explainer,
         "_report",
-        "nearest(ids, state.request.extra_key)",
-        "nearest(ids, None)",
+        "nearest(ids, state.request.extra_key, self.look)",
+        "nearest(ids, None, self.look)",
         test_explain.some_histories,
     ),
     "an explainer that is off by one at a page's border": (
@@ -332,6 +332,13 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
         "_on_evict",
         "self.clock.now(), owner)",
         "self.clock.now())",
+        test_explain.some_histories,
+    ),
+    "every difference a fault": (
+        Explainer,
+        "_costs",
+        "self.page_size, size) > 0",
+        "self.page_size, size) >= 0",
         test_explain.some_histories,
     ),
     "a queue that counts what was before": (

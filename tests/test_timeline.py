@@ -1,6 +1,7 @@
 """A trace says what happened: by the format's rules, and by the engine's counters."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -408,6 +409,21 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     timeline.write(path)
     check_format(json.loads(path.read_text("utf-8"))["traceEvents"])
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_link_or_a_device_is_not_replaced(tmp_path):
+    """`--trace /dev/stdout` of a superuser must leave it what it is."""
+    real, link, pipe = (tmp_path / name for name in ("real", "link", "pipe"))
+    link.symlink_to(real)
+    Timeline(VirtualClock()).write(link)
+    assert link.is_symlink() and json.loads(real.read_text("utf-8"))
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    Timeline(VirtualClock()).write(pipe)
+    assert pipe.is_fifo() and json.loads(os.read(reader, 10_000))
+    os.close(reader)
+    assert not list(tmp_path.glob(".*")), "a part was left"
 
 
 def test_a_trace_is_written_however_the_block_ends(tmp_path):

@@ -757,6 +757,23 @@ def test_a_sweep(tmp_path, capsys) -> None:
     assert all(run["totals"]["lookups"] == 40 for run in runs)
 
 
+def test_who_never_fits_has_no_times(capsys) -> None:
+    """And keeps its columns; a policy that is named twice is played once."""
+    arguments = ["gen:cycle-1", "--requests", "4", "--capacity", "1K,0"]
+    code, out, err = simulate(capsys, *arguments, "--index", "radix,radix")
+    head, refused, served = (line.split() for line in out.splitlines())
+    assert code == 0 and "4 of 4 requests never fit" in err
+    assert refused == ["1K", "0.0%", "-", "-", "-", "0"]
+    assert len(served) == len(refused) + 3, "its times have units"
+    assert head[0] == "tokens"
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(own(0, [1, 2])) + "\n", "utf-8-sig")
+    assert read_trace(path)[0].ids == array("i", [1, 2])
+
+
 def test_a_trace_of_a_replay(tmp_path, capsys) -> None:
     """On the virtual clock: what each request waited is what the replay reports."""
     path = tmp_path / "out.json"
@@ -788,6 +805,10 @@ def test_traffic_written_out_is_the_same_traffic(tmp_path, capsys) -> None:
     [
         (["gen:agents"], "no generator"),
         (["gen:agents-1", "--requests", "0"], "at least 1"),
+        (["gen:agents-1", "--requests", "9" * 20], "--requests"),
+        (["gen:agents-1", "--cache-only", "--capacity", "8K"], "--capacities"),
+        (["gen:agents-1", "--capacities", "8K"], "--cache-only"),
+        (["gen:agents-1", "--svg", f"{__file__}/x.svg"], "--svg"),
         (["gen:agents-1", "--capacity", "16Q"], "16Q"),
         (["gen:agents-1", "--capacity", ""], "a size"),
         (["gen:agents-1", "--capacity", "-5"], "-5"),
