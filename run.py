@@ -403,7 +403,7 @@ def run(root):
     if code:
         raise RunError("chapters/00_puzzle.py did not run to its end")
     print("\nThe book: {}".format(root / "build" / "site" / "index.html"))
-    print("To read it with search: make site, or python run.py site")
+    print("To read it with search: make site, or python3 run.py site")
     return 0
 
 

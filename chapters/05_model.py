@@ -542,7 +542,8 @@ for name, rows, wanted in [
 #
 # Single tokens can be asked together. Their queries are stacked, the contexts gathered side by
 # side, and one product answers all. A context that is shorter is filled up, with a bias of −∞ over
-# the filling; where that would read too much, the tokens are split into several reads.
+# the filling. Contexts of nearly the same length go into one product, as long as the filling costs less than a
+# product of its own; others are split into several reads.
 #
 # Shared pages are in the tables: equal page numbers, from the first page on. So the tables of a
 # batch form a radix tree, as prompts did in chapter 3, and each of its edges is a run of pages that
@@ -646,6 +647,7 @@ def _read_of(
 
 
 # %% [markdown]
+# A K/V head answers its group of query heads side by side; `by_row` sorts the answers by token again.
 # A token now gets several averages, one of the shared run and one of what is its own, and needs a
 # single one. Softmax divides by a sum of weights. Who knows both sums can put two averages together:
 # each counts by its share of the whole sum. Sums of exponentials overflow, so their
@@ -915,7 +917,7 @@ class ModelConfig(ModelConfig):
 # %% [markdown]
 # ### Where a token stands
 #
-# Position enters through rotation: pairs of numbers in each query and key head are turned
+# Position enters through rotation (RoPE, *rotary position embedding*): pairs of numbers in each query and key head are turned
 # by an angle that grows with the position, slowly for some pairs and fast for others.
 # Keys are turned before they are stored.
 #
@@ -1239,7 +1241,7 @@ class Decoder(nn.Module):
         rows: Tensor,
         run: Run = run_layers,
     ) -> Tensor:
-        """What the head makes logits of: the given rows of the batch, [rows, hidden]."""
+        """What the head makes logits of: rows of the batch, [rows, hidden]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
         x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
         return self.norm(x)
@@ -1271,7 +1273,7 @@ class Decoder(Decoder):
 # in page numbers. The runner: it holds the model and the tensors, turns a batch of chunks
 # into one forward pass, and gives back a token for each chunk that reached its end. *How*
 # a token is chosen is a function handed in. Here it is the largest logit; chapter 6
-# brings the rest.
+# brings the rest. And who runs the layers can be exchanged, which chapter 19 does.
 
 # %% export="runner.py"
 """Runs batches on a real model: owns the weights and the K/V memory."""
@@ -1576,8 +1578,7 @@ for name, logits in faults.items():
 # ## What still goes wrong
 #
 # Every context is still copied before it is read, and prompts are read chunk by chunk, shared or
-# not. On a CPU the copy costs about as much as the attention. Chapter 17 writes a kernel that reads
-# through the table without a copy.
+# not. [Chapter 19](19_kernels.md) writes kernels that read through the table without a copy.
 #
 # Sooner than that, the weights were random. Real ones come in files, with several conventions for the
 # same tensor, and somebody must turn text into ids and back. Chapter 6.

@@ -71,7 +71,7 @@ print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
 print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# [79](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
+# [84](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
@@ -1653,9 +1653,9 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
         )
 
 # %% [markdown]
-# A norm takes [9](#won) microseconds instead of [79](#won), and adds to the stream besides. Contexts are read at
-# [12.9](#won) GB a second instead of [6.5](#won), and the weights of one request about as fast as memory gives them,
-# in either format. With sixteen requests the 16-bit products take [26](#won) ms and the others [33](#won) ms, with
+# A norm takes [11](#won) microseconds instead of [84](#won), and adds to the stream besides. Contexts are read at
+# [12.7](#won) GB a second instead of [4.3](#won), and the weights of one request about as fast as memory gives them,
+# in either format. With sixteen requests the 16-bit products take [32](#won) ms and the others [38](#won) ms, with
 # half the bytes: reading is not all of it any more.
 #
 # How far is a step from what its bytes need, at 20 GB a second?
@@ -1697,9 +1697,11 @@ for (dtype, who, requests), parts in breakdowns.items():
 # %% [markdown]
 # The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer. (*Mixed
 # lengths* are sixteen requests of different prompts and answers, against one padded batch.)
-# Little is won where a prompt is computed in float32. There both sides call the same product of the same
-# library, which takes most of the time. Scheduling and cache are the Python of chapters 3 to
-# 7: a small share, for all they decide.
+# Least is won where a prompt is computed in float32. There both sides call the same product of the same
+# library, which takes most of the time; what is won lies between the products, and in a last layer that
+# computes one token instead of 512. Scheduling and cache are the Python of chapters 3 to
+# 7: a small share, for all they decide. The Python that calls the kernels is a larger one, and the faster the
+# kernels, the larger.
 #
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
 # and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here

@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (390891e6): edit the chapter.
+# Exported from chapters/17_log.py (0fd449b0): edit the chapter.
 """Which fields of a log's requests keep a prefix cache from finding more."""
 
 import json
@@ -14,7 +14,7 @@ from zlib import crc32
 
 from minivllm.batch import Chunk
 from minivllm.engine import Limits
-from minivllm.explain import AT_START
+from minivllm.explain import AT_START, GRAM, OTHER_TEXT, lost_tokens
 from minivllm.options import EngineOptions, assemble
 from minivllm.radix import shared_pages
 from minivllm.request import ExtraKey, SamplingParams, check_extra_key, encode_ids
@@ -146,6 +146,8 @@ class Encoder:
         if template is None:
             raise Missing("this model has no chat template: it cannot read messages")
         messages, tools = body["messages"], body.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise ValueError("tools must be a list")
         last = messages[-1]
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             messages = messages[:-1]  # the answer, as logs for fine-tuning have it
@@ -153,9 +155,6 @@ class Encoder:
             return str(template.render(messages, tools=tools))
         dumped = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
         return "\n".join([*dumped, template.render(messages)])
-
-
-GRAM = 8  # tokens that must agree before two prompts are said to go on alike
 
 
 class Recent:
@@ -296,7 +295,7 @@ def cause_of(one: str, other: str, before: str = "") -> str:
             return " and ".join(dict.fromkeys(kinds))
     if words and others and {kind_of(word) for word in words + others} == {"a name"}:
         return "a name"
-    return "other text" if words and others else "text put in or left out"
+    return OTHER_TEXT if words and others else "text put in or left out"
 
 
 def same_json(one: str, at: int, other: str, there: int) -> bool:
@@ -317,6 +316,7 @@ def _json_around(text: str, at: int) -> Iterator[Any]:
             yield value
 
 
+OTHER_TOKENS = "other tokens"
 ORDER = "keys in another order"
 TOOL_ORDER = "tools in another order"
 
@@ -353,12 +353,13 @@ def describe(here: Asked, there: Asked, gap: Gap) -> Break:
     sizes = gap.here_end - gap.here, gap.there_end - gap.there
     one = _piece(here, gap.here, gap.here_end, gap.alike)
     other = _piece(there, gap.there, gap.there_end, gap.alike)
-    tools = path[:5] in ("tools", "templ") and _tools_cause(here.body, there.body)
+    in_tools = path.startswith(("tools", "template"))
+    tools = in_tools and _tools_cause(here.body, there.body)
     shown, pattern = (one.text, other.text), ""
     if gap.here < 2 and sizes in AT_START:
         cause = AT_START[sizes]
     elif not here.text or not there.text:
-        cause = "other tokens"
+        cause = OTHER_TOKENS
     elif tools:
         path, offset, cause = "tools", 0, tools
     elif same_json(one.field, one.at, other.field, other.at):
@@ -418,16 +419,9 @@ def differences(here: Asked, there: Asked) -> Iterator[Break]:
         yield Break("cache_salt", 0, "another salt", *keys, gap, there.number)
         return
     for gap in find_gaps(here.said(), there.said()):
-        yield describe(here, there, gap)
-
-
-def lost_tokens(reach: int, alike: int, cached: int, page: int, size: int) -> int:
-    """What one difference keeps from a prompt of `size` tokens, in whole pages.
-
-    Two prompts agree for `reach` tokens; without the difference `alike` more.
-    """
-    without = min((reach + alike) // page * page, size - 1)
-    return max(0, without - max(cached, reach // page * page))
+        found = describe(here, there, gap)
+        if gap.alike or found.cause not in (OTHER_TEXT, OTHER_TOKENS):
+            yield found
 
 
 LARGE = 2**31  # a vocabulary and a context without bounds
@@ -532,6 +526,7 @@ class Finding:
     lost: Counter[CacheName] = field(default_factory=Counter)  # tokens
     line: int = 0  # of the first example
     example: Break | None = None
+    tried: bool = False  # whether somebody went through the log to move it
     moved: int = 0  # requests in which it was moved
 
     @property
@@ -547,8 +542,9 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What is done about it, or whoever writes the requests may do."""
-        done = "sort them" if self.path == "tools" else "move it behind what stays"
-        return done if self.movable else f"left: {ADVICE.get(self.cause, ADVICE[''])}"
+        if self.movable and (self.moved or not self.tried):
+            return "sort them" if self.path == "tools" else "move it behind what stays"
+        return f"left: {ADVICE.get(self.cause, ADVICE[''])}"
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the first example."""
@@ -568,8 +564,8 @@ ADVICE = {
     ORDER: "sort the keys where the text is made",
     "text in another place": "give it one place",
     "text put in or left out": "put it behind what stays",
-    "other text": "put what stays before it",
-    "other tokens": "token ids have no fields",
+    OTHER_TEXT: "put what stays before it",
+    OTHER_TOKENS: "token ids have no fields",
     "another salt": "salts keep users apart",
     **dict.fromkeys(AT_START.values(), "let one program add the BOS"),
 }

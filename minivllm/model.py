@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (aa595f66): edit the chapter.
+# Exported from chapters/05_model.py (ae900171): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
         self.head = Product(self.lm_head)
         self.frequencies = rope_frequencies(config)  # never a parameter, never 16 bit
 
-    def forward(
+    def hidden(
         self,
         token_ids: Tensor,
         memory: Sequence[PagedAttention],
@@ -239,10 +239,14 @@ class Decoder(nn.Module):
         rows: Tensor,
         run: Run = run_layers,
     ) -> Tensor:
-        """Logits [rows, vocab], float32, of the given rows of the batch [tokens]."""
+        """What the head makes logits of: rows of the batch, [rows, hidden]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
         x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
-        return self.head(self.norm(x)).float()
+        return self.norm(x)
+
+    def forward(self, *given: Any, **more: Any) -> Tensor:
+        """Logits [rows, vocab], float32; takes what `hidden` takes."""
+        return self.head(self.hidden(*given, **more)).float()
 
     def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""

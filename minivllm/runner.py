@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (bcd28717): edit the chapter.
+# Exported from chapters/05_model.py (ec37bcd6): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -90,4 +90,5 @@ class ModelRunner:
         rows = torch.tensor(wanted, dtype=torch.long).to(self.device)
         plan = self.backend.arrange(plan, self.page_size, self.memory[0].keys)
         given = (ids.to(self.device), self.memory, plan, rows, self.backend.run)
-        return cast(Tensor, self.model(*given, any(c.num_scored for c in chunks)))
+        scored = any(chunk.num_scored for chunk in chunks)
+        return cast(Tensor, (self.model.hidden if scored else self.model)(*given))
