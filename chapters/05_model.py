@@ -1244,7 +1244,8 @@ class Decoder(nn.Module):
         """What the head makes logits of: rows of the batch, [rows, hidden]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
         x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
-        return self.norm(x)
+        normal: Tensor = self.norm(x)
+        return normal
 
     def forward(self, *given: Any, **more: Any) -> Tensor:
         """Logits [rows, vocab], float32; takes what `hidden` takes."""

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (ae900171): edit the chapter.
+# Exported from chapters/05_model.py (70116cc6): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -242,7 +242,8 @@ class Decoder(nn.Module):
         """What the head makes logits of: rows of the batch, [rows, hidden]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
         x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
-        return self.norm(x)
+        normal: Tensor = self.norm(x)
+        return normal
 
     def forward(self, *given: Any, **more: Any) -> Tensor:
         """Logits [rows, vocab], float32; takes what `hidden` takes."""
