@@ -164,9 +164,13 @@ def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
 def write_team(
     context: Any, builder: Any, values: Any, function: Any, signature: Any
 ) -> None:
-    """Pack up what is given; a function that unpacks it and takes its turns; a call."""
+    """Pack up what is given; a function that unpacks it and takes its turns; a call.
+
+    A turn that fails, for want of memory, raises a flag that is looked at in the end.
+    """
     module, number = builder.module, ir.IntType(32)
-    packed = cgutils.pack_struct(builder, values)
+    failed = cgutils.alloca_once_value(builder, ir.Constant(ir.IntType(1), 0))
+    packed = cgutils.pack_struct(builder, [*values, failed])
     room = cgutils.alloca_once_value(builder, packed)
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer])
@@ -174,13 +178,15 @@ def write_team(
     member.linkage = "internal"
     own = ir.IRBuilder(member.append_basic_block())
     unpacked = own.load(own.bitcast(member.args[0], room.type))
-    end, given = cgutils.unpack_tuple(own, unpacked, 2)
-    items = cgutils.unpack_tuple(own, given)
+    end, given, flag = cgutils.unpack_tuple(own, unpacked, 3)
+    items, call = cgutils.unpack_tuple(own, given), context.call_internal_no_propagate
     first, step = (
         own.sext(call_outside(own, name, number, []), end.type) for name in TEAM[1:]
     )
     with cgutils.for_range_slice(own, first, end, step, inc=True) as (i, _):
-        context.call_internal_no_propagate(own, function, signature, [i, *items])
+        status, _ = call(own, function, signature, [i, *items])
+        with own.if_then(status.is_error, likely=False):
+            own.store(ir.Constant(ir.IntType(1), 1), flag)
     own.ret_void()
     few = builder.icmp_signed("<", values[0], ir.Constant(values[0].type, 2))
     as_many_as_set, alone = ir.Constant(number, 0), ir.Constant(number, 1)
@@ -188,6 +194,9 @@ def write_team(
     packet = builder.bitcast(room, pointer)
     asked = [member, packet, threads, as_many_as_set]
     call_outside(builder, TEAM[0], ir.VoidType(), asked)
+    with builder.if_then(builder.load(failed), likely=False):
+        told = ("a part of a kernel failed",)
+        context.call_conv.return_user_exc(builder, MemoryError, told)
 
 
 def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> Any:

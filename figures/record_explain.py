@@ -3,7 +3,8 @@
     python figures/record_explain.py       writes figures/measured/explain.json
 
 One thread, and its CPU time. Off and on take turns; each round yields a ratio. The
-share is the time inside of the explainer, which is far below the noise of a step.
+share is the time inside of the explainer, which is far below the noise of a step. A
+second load has no room: each prompt is new, and drives out the pages of others.
 """
 
 import json
@@ -12,6 +13,7 @@ import platform
 import random
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +30,25 @@ from minivllm.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "figures" / "measured" / "explain.json"
-ROUNDS, REQUESTS, SHARED, OWN, OUTPUT = 7, 8, 160, 40, 16
+ROUNDS, OUTPUT = 7, 16
+CHURN_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of `shared` tokens, of three kinds, and `own` ones; pages for them."""
+
+    requests: int
+    shared: int
+    own: int
+    pages: int
+
+    def __str__(self) -> str:
+        tokens = self.shared + self.own
+        return f"{self.requests} requests of {tokens} tokens, {OUTPUT} output tokens"
+
+
+ROOMY, CHURN = Load(8, 160, 40, 200), Load(60, 16, 112, 40)
 
 
 class Timed(Explainer):
@@ -42,23 +62,29 @@ class Timed(Explainer):
         self.seconds += (time.process_time_ns() - start_s) / 1e9
 
 
-def serve(model: Decoder, explains: bool, seed: int) -> tuple[float, float]:
-    """CPU seconds of some requests, in all and inside of the explainer."""
-    scheduler = Scheduler(PrefixCache(200, 16), max_running=8, max_batch_tokens=256)
-    engine = Engine(ModelRunner(model, 200, 16), scheduler, Limits(49_152, 2_048))
+def serve(
+    model: Decoder, explains: bool, seed: int, load: Load = ROOMY
+) -> tuple[float, float, int]:
+    """CPU seconds of a load, in all and inside of the explainer; pages evicted."""
+    cache = PrefixCache(load.pages, 16)
+    scheduler = Scheduler(cache, max_running=8, max_batch_tokens=256)
+    runner = ModelRunner(model, load.pages, 16)
+    engine = Engine(runner, scheduler, Limits(49_152, 2_048))
     explainer = None
     if explains:
         explainer = Timed(engine, "step")
         explainer.attach(engine)
     rng = random.Random(seed)
-    heads = [rng.choices(range(49_152), k=SHARED) for _ in range(3)]
+    heads = [rng.choices(range(49_152), k=load.shared) for _ in range(3)]
     start_s = time.process_time()
-    for i in range(REQUESTS):
-        ids = heads[i % 3] + rng.choices(range(49_152), k=OWN)
+    for i in range(load.requests):
+        ids = heads[i % 3] + rng.choices(range(49_152), k=load.own)
         engine.submit(ids, SamplingParams(temperature=0, max_tokens=OUTPUT))
     while engine.has_unfinished():
         engine.step()
-    return time.process_time() - start_s, explainer.seconds if explainer else 0.0
+    taken_s = time.process_time() - start_s
+    evicted = len(explainer.pages.fates) if explainer else 0
+    return taken_s, explainer.seconds if explainer else 0.0, evicted
 
 
 def main() -> None:
@@ -71,6 +97,7 @@ def main() -> None:
         taken = {explains: serve(model, explains, i) for explains in order}
         ratios.append(taken[True][0] / taken[False][0])
         shares.append(taken[True][1] / taken[True][0])
+    churn = [serve(model, True, i, CHURN) for i in range(CHURN_ROUNDS)]
     record = {
         "schema_version": 1,
         "command": "python figures/record_explain.py",
@@ -79,9 +106,14 @@ def main() -> None:
         "threads": 1,
         "timer": "CPU time of the process",
         "model": "smollm2, float32",
-        "load": f"{REQUESTS} requests of {SHARED + OWN} tokens, {OUTPUT} output tokens",
+        "load": str(ROOMY),
         "on_over_off": ratios,
         "share_of_cpu_time": shares,
+        "churn": {
+            "load": f"{CHURN}, {CHURN.pages} pages",
+            "share_of_cpu_time": [inside / whole for whole, inside, _ in churn],
+            "ghosts": [ghosts for _, _, ghosts in churn],
+        },
         "medians": [round(median(ratios), 4), round(median(shares), 5)],
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (fa1c9426): edit the chapter.
+# Exported from chapters/14_llm.py (38a6ca78): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class LLM:
         return _lines(self._rows())
 
     def _repr_html_(self) -> str:
-        return _table(self._rows())
+        return _table(self._rows(), "row")
 
     def _rows(self) -> list[tuple[object, ...]]:
         if self._engine is None:
@@ -364,7 +364,7 @@ class Outputs(list[RequestOutput]):
         return [head, *(row for output in self for row in _rows_of(output))]
 
     def _repr_html_(self) -> str:
-        return _table(self._rows())
+        return _table(self._rows(), "col")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(_lines(self._rows()))  # IPython, where there is no HTML
@@ -379,9 +379,15 @@ def _rows_of(output: RequestOutput) -> Iterator[tuple[object, ...]]:
         yield shown, each.text, cached, size - cached, why, new, each.finish_reason
 
 
-def _table(rows: Iterable[Iterable[object]]) -> str:
-    lines = ("".join(f"<td>{escape(str(x))}</td>" for x in row) for row in rows)
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+def _table(rows: Sequence[Sequence[object]], headed: str) -> str:
+    """HTML whose first "col" or "row" names what the others show."""
+    lines = ["<table>"]
+    for i, row in enumerate(rows):
+        heads = len(row) if headed == "col" and i == 0 else int(headed == "row")
+        cells = [escape(str(x)) for x in row]
+        names = (f'<th scope="{headed}">{x}</th>' for x in cells[:heads])
+        lines += ["<tr>", *names, *(f"<td>{x}</td>" for x in cells[heads:]), "</tr>"]
+    return "".join([*lines, "</table>"])
 
 
 def _lines(rows: Iterable[Iterable[object]]) -> str:

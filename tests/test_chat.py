@@ -265,8 +265,10 @@ def test_a_notebook_shows_tables(llm):
     assert told.count("\n") == 2 and "\nw7 & <b> | " in told and "metrics" not in told
     assert repr(llm).startswith("model | ") and " at 0x" not in repr(llm)
     about = llm._repr_html_()
-    assert "<td>page_size</td><td>4</td>" in about  # chosen otherwise than usual
-    assert "<td>lookups</td><td>2</td>" in about and "eviction" not in about
+    assert (
+        '<th scope="row">page_size</th><td>4</td>' in about
+    )  # chosen otherwise than usual
+    assert '<th scope="row">lookups</th><td>2</td>' in about and "eviction" not in about
 
 
 class Terminal(io.StringIO):

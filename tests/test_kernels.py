@@ -27,6 +27,7 @@ from minivllm.runner import Backend, ModelRunner
 
 numba = pytest.importorskip("numba", reason="the kernels need numba")
 kernels = pytest.importorskip("minivllm.kernels_numba")
+vectors = pytest.importorskip("minivllm.vectors")
 Dispatcher = pytest.importorskip("numba.core.dispatcher").Dispatcher
 
 FORMATS = (torch.float32, torch.bfloat16)
@@ -296,6 +297,25 @@ def test_the_choice_of_kernels(monkeypatch):
     with pytest.raises(ValueError, match="'numba' cannot be used here"):
         choose_backend("numba", CPU, torch.float32)
     assert isinstance(choose_backend("torch", CPU, torch.float32), Backend)
+
+
+@pytest.mark.parametrize("team", [True, False])
+def test_parts_are_shared_out(team, monkeypatch):
+    """Each part is done once, by a team or without one; a failure is not lost."""
+    monkeypatch.setattr(vectors, "HAS_TEAM", team and vectors.HAS_TEAM)
+
+    @vectors.shared
+    def count(i, counts, broken):
+        if i == broken:
+            raise MemoryError
+        counts[i] += i
+
+    for number in (0, 1, 2, 7, 100):
+        counts = np.ones(number, np.int64)
+        count(number, counts, -1)
+        assert counts.tolist() == [*range(1, number + 1)]
+    with pytest.raises(MemoryError):
+        count(100, np.ones(100, np.int64), 37)
 
 
 def test_kernels_keep_no_memory_alive():

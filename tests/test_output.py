@@ -417,14 +417,15 @@ def test_broken_logits_end_with_an_error(temperature):
     for value, place in itertools.product([math.nan, math.inf], ["row", "prompt"]):
         llm = make_llm()
         model = llm.engine.runner.model
-        clean = model.forward
+        clean = model.head.multiply
 
-        def broken(*args, clean=clean, value=value, place=place):
-            logits = clean(*args)
-            logits[-1 if place == "row" else 0, 3] = value
+        def broken(rows, clean=clean, value=value, place=place):
+            logits = clean(rows)
+            if (len(rows) == 1) == (place == "row"):
+                logits[0, 3] = value
             return logits
 
-        model.forward = broken
+        model.head.multiply = broken
         params = cold(temperature=temperature, prompt_logprobs=1, logprobs=1)
         [answer] = run(llm, [(PROMPT, params)])[0].outputs
         assert answer.finish_reason == "error" and answer.token_ids == []
