@@ -1224,18 +1224,20 @@ ratios, shares = sorted(record["on_over_off"]), record["share_of_cpu_time"]
 print(record["load"])
 print("on / off, each round:", *(f"{ratio:.3f}" for ratio in ratios))
 print(f"inside of the explainer: {max(shares):.2%} of the CPU time at most")
+churn = record["churn"]
+print(churn["load"], "and", churn["ghosts"][0], "ghosts, as many as it keeps:")
+print(f"inside of the explainer: {max(churn['share_of_cpu_time']):.2%} at most")
 
 # %% [markdown]
-# The rounds with explanations took from [0.817](#cost) to [1.048](#cost) of the time of those without:
+# The rounds with explanations took from [0.918](#cost) to [1.004](#cost) of the time of those without:
 # the machine was busy, and its noise is larger than what we look for. So the record also adds up
 # the time inside of the explainer: at most [0.09%](#cost) of the CPU time. A step computes a model;
 # the explainer hashes and walks on admission, and learns what was computed since.
 #
-# That is one load, and the only one on record: [8 requests of 200 tokens](#cost), with room for all of them. Nothing
-# is evicted in it, and nobody has a key of his own. Under churn each page that goes is an entry in
-# the table of ghosts, and each new prompt pushes an old one out of the tree. That costs more, and
-# how much is not on record. Nor is a machine whose steps take a millisecond, on which any share is
-# larger. `explain=False` leaves an engine as it was.
+# That load had room for all its requests, and nothing was evicted. In the second one each prompt is new and
+# drives out the pages of others, so that each page that goes is an entry in the table of ghosts, and
+# pushes an older one out of it. The share is [0.09%](#cost) there too. A machine whose steps take a millisecond is
+# not on record, and any share is larger on it. `explain=False` leaves an engine as it was.
 #
 # ## What it cannot say
 #
