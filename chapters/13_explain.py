@@ -101,16 +101,16 @@ draw_rows(
 )
 
 # %% [markdown]
-# Nothing is wrong with the cache. The request was found in the tree and had no place to run: it
-# *hit without benefit*. In a dashboard, this and a *miss* look alike: equal prompts, slow first
+# Nothing is wrong with the cache. When the request was admitted, it found its pages. But it had waited
+# for a seat: it *hit without benefit*. In a dashboard, this and a *miss* look alike: equal prompts, slow first
 # tokens. They call for opposite repairs. More seats do nothing for a prompt that begins with
 # another token, and the best prompt template does nothing for a queue.
 #
 # ## Look at admission last
 #
 # Because the symptom is a wait, the first thing that one looks at is whoever makes requests wait:
-# the scheduler, its budget, its limits. That is the wrong end. A prefix is reused only if four
-# things hold one after the other, and each is worth asking only when the one before it holds:
+# the scheduler, its budget, its limits. That is the wrong end. A prefix helps only if four
+# things hold, and each is worth asking only when the one before it holds:
 #
 # 1. Are the token ids equal? Equal *text* is not enough, and a template's date is a new prompt.
 # 2. Does the index know the prefix now? It may have been evicted, or not be published yet.
@@ -257,8 +257,8 @@ class History(RadixCache):
 
 # %% [markdown]
 # `nearest` walks down as far as the prompt agrees. From there it collects how the known prompt
-# goes on. Where several do, it takes the latest, unless one begins with the token after next:
-# then our prompt has one token too many, and that branch will show it.
+# goes on. Where several do, it takes the latest. With one exception: a branch that begins with our prompt's
+# token after the one at which they part. Then our prompt has one token too many, and that branch shows it.
 #
 # What is forgotten must not be mistaken for what never was. The tree drops the least recently used
 # first, and `forgot` keeps the last use of anything dropped. So a claim like "nothing nearer was
@@ -306,7 +306,8 @@ draw_tree(
 # prefix *was* there; now we want to know what became of its first missing page. A page has a name
 # that stands for everything up to it ([chapter 2](02_hashing.md)), and its life is told to
 # observers ([chapter 4](04_pages.md)): published, evicted, and by whom. A page that is published
-# needs no entry, for the index would have found it. A page that a running request is about to
+# needs no fate, for the index would have found it. (Its name is kept, to know which prefix is gone when the page
+# goes.) A page that a running request is about to
 # fill needs none either, for that request can be asked. So only the *ghosts* need one: names of
 # pages that were known and cannot be found any more, with their fate.
 
@@ -451,8 +452,8 @@ class Parting:
 # keeps tenants apart. And that a prompt is known under *another* key tells one tenant what another has
 # sent. The report is for who runs the engine; a server must not hand it to a client as it is.)
 #
-# Each answer to *why not one page more?* belongs to one of the four questions. Those with 0 are no
-# fault: a page that is not full, a text that is new, or a prompt that was never looked up.
+# Each answer to *why not one page more?* belongs to question 1, 2 or 3, or, with 0, to none: a page that is
+# not full, a text that is new, or a prompt that was never looked up is no fault. Question 4 has a verdict of its own.
 
 # %% export="explain.py"
 STEPS = {  # where the search for a reason ends (S16), and what is said there
@@ -744,7 +745,7 @@ class Explainer:
 # %% [markdown]
 # The queue. A step that ends with somebody waiting counts one reason. A refusal for pages is an
 # event of its own; a full step and full seats can be seen; and if there was room for more, it was
-# the grouping that offered nobody.
+# the grouping ([chapter 12](12_grouping.md)) that offered nobody.
 
 
 # %% export="explain.py"
@@ -920,8 +921,8 @@ class Explainer(Explainer):
 
 
 # %% [markdown]
-# And the search itself, in the order of the four questions. The third has no branch of its own: a
-# reset or a lost memory is one of the fates.
+# And the search itself. It asks for the page's fate first, and a reset or a lost memory is one of the fates. If
+# the page has none, and no other key has it, the ids differ.
 
 
 # %% export="explain.py"
@@ -1178,15 +1179,15 @@ draw_rows(
 # raises it to [84%](#washed) with half as much.
 #
 # Is that the better engine? Look at the end of the lines. With the other rule more visitors find the guide,
-# [19](#washed) of them in vain: the reports' own pages are what is short, and a visitor waits for those,
-# [17.9](#washed) s and not [18.8](#washed). Twice the memory finds less and answers sooner, in
-# [11.9](#washed) s. A hit rate says who found something, and the verdict beside it whether that was of use.
+# and the median first token comes after [17.9](#washed) s and not [18.8](#washed). Twice the memory finds less and answers
+# sooner, in [11.9](#washed) s. With both, [19](#washed) visitors find the guide in vain. A hit rate says who found something, the verdict
+# beside it who had to wait all the same, and only the wait itself how long.
 #
 # ## What it remembers, and what it costs
 #
 # The report must be cheap, for it is on by default. Its memory is bounded by an option; twice the
-# tokens that the pages hold, unless told otherwise. Here are 2,000 visitors with long memories and
-# a small one:
+# tokens that the pages hold, unless told otherwise. Here are 2,000 visitors, explained once with a large memory
+# and once with a small one:
 
 # %% name="bounded"
 rng = random.Random(5)
@@ -1208,8 +1209,8 @@ print(next(str(o.reuse) for o in reversed(outputs) if "forgotten" in str(o.reuse
 
 # %% [markdown]
 # With little memory it keeps [2000](#bounded) tokens, and of many prompts it cannot say any more
-# that they were evicted. What it says then carries the reservation of the last line. It never turns
-# a forgotten prefix into a new one without saying so; a property test holds it against a log of
+# that they were evicted. It then says *new*, and its verdict is that there was nothing to find; only the
+# reservation in the last line tells that this may be wrong. It never leaves the reservation out; a property test holds it against a log of
 # everything, with memories of all sizes, under every choice of the engine.
 #
 # And time? On the real model (SmolLM2 on one CPU thread) rounds with and without took turns:
@@ -1229,8 +1230,8 @@ print(churn["load"], "and", churn["ghosts"][0], "ghosts, as many as it keeps:")
 print(f"inside of the explainer: {max(churn['share_of_cpu_time']):.2%} at most")
 
 # %% [markdown]
-# The rounds with explanations took from [0.918](#cost) to [1.004](#cost) of the time of those without:
-# the machine was busy, and its noise is larger than what we look for. So the record also adds up
+# The rounds with explanations took from [0.918](#cost) to [1.004](#cost) of the time of those without. The explainer
+# cannot make a step faster, so these ratios do not measure it: what they show is the machine. So the record also adds up
 # the time inside of the explainer: at most [0.09%](#cost) of the CPU time. A step computes a model;
 # the explainer hashes and walks on admission, and learns what was computed since.
 #

@@ -112,8 +112,8 @@ for (at, one, other), times in places.most_common(4):
 # Nor does it show what a digit *costs*. The misconception is that a small difference costs
 # little. A prefix cache gives back what stands before the first difference and nothing of what
 # stands behind it ([chapter 2](02_hashing.md) showed why: a name stands for a whole past). The
-# cost of a difference is not its size. It is the length of whatever follows it and would have
-# been the same again.
+# cost of a difference is not its size. It is the length of whatever follows it, up to the next
+# difference, and would have been the same again.
 #
 # Nobody repairs a token. People repair the line of a program that put the clock there. That line
 # has written a *field* of a request: the content of message 0, the third tool. So the question is
@@ -396,7 +396,7 @@ class Missing(ValueError):
 
 
 class Encoder:
-    """Makes prompts of bodies, as `LLM` does: with a model's tokenizer and template.
+    """Makes prompts of the bodies of requests: with a model's tokenizer and template.
 
     `load` gives both, and is called when the first text comes.
     """
@@ -458,7 +458,8 @@ for at in (60, parting(prompts[0], prompts[1]), 700):
 # %% [markdown]
 # The prompts of the first two requests part at token [199](#fields), and now that is a place: in
 # the system message, behind [62](#fields) characters, in a clock. (The template of this model has
-# no variable for tools. The `Encoder` then puts them in front.)
+# no variable for tools, and our `LLM` sends none. The `Encoder` puts them in front, as many templates
+# do; what this chapter says of tools holds for that order.)
 #
 # ## Whom to compare with
 #
@@ -492,8 +493,8 @@ print(f"resembles most:  {nearest.number}, though only for {parting(nearest, ask
 # want is one that has much in common *wherever it stands*. `Recent` takes runs of eight
 # tokens, keeps about a fourth of them, chosen by a checksum, and remembers who had each last. The
 # runs of a new request vote, each for its last holder: of requests with the same text the latest
-# tends to win, and if nobody shares a run, it is the request before. That is linear in its length, and the memory is bounded: so many tokens of
-# prompts, the oldest go.
+# tends to win. If nobody shares a run, the request before is taken. The search is linear in the length
+# of the request, and the memory is bounded: so many tokens of prompts, the oldest go.
 
 # %% export="lint.py" tags=["hide-input"]
 from collections import Counter, OrderedDict
@@ -634,12 +635,15 @@ def stripes(prompt: Asked, side: str):
 
 draw_rows(
     [("line 2", list(stripes(one, "here"))), ("line 1", list(stripes(other, "there")))],
-    caption="The first two requests of the log, token by token. Red: what differs. All of it is a few "
-    "tokens wide. A prefix cache gives back what is left of the first red stripe.",
+    caption="The first two requests of the log, token by token. Red: what differs, at most fifteen "
+    "tokens. A prefix cache gives back what is left of the first red stripe.",
 )
 
 # %% [markdown]
-# The naive twin of this is a `diff`, which looks for the best alignment and is quadratic. Ours is
+# `said` leaves out what the template adds at the end, so the last difference, the question, has nothing alike
+# behind it. It is listed, and costs nothing.
+#
+# The naive twin of this is a `diff`, which looks for the best alignment and is quadratic at worst. Ours is
 # linear but for the places that a run of tokens has, and takes the nearest, which for holes in a
 # stable text is the same. (A test plants pieces in random prompts and wants each of them back.)
 #
@@ -1179,17 +1183,21 @@ draw_curves(
 # The ranking has four lines for [119](#ranking) requests, and each is a line of somebody's
 # program. The clock comes first, with [52,896](#ranking) tokens at 16 to a page. The trace id
 # changes in as many requests and costs [1,312](#ranking). Not that ids matter less: this one
-# stands *behind* the house rules, and has hardly anything behind it that stays. Put it in front
-# of them, and it would be charged with them. Frequency says how often a field changes, position says what that
+# stands *behind* the house rules, and what counts is what stays between it and the next difference:
+# [9](#gaps) tokens, where the name has [28](#gaps). Put it in front
+# of the rules, and it would be charged with them. Frequency says how often a field changes, position says what that
 # costs, and a dashboard of misses shows neither.
 #
-# Tools that are sent in another order cost little in [32](#ranking) comparisons, because the clock
+# Tools that are sent in another order cost little in [32](#ranking) requests (a shuffled one counts, and so does
+# the usual one after it), because the clock
 # stands soon after them and is charged with all that follows. They stand before everything else:
 # where the clock is moved and they are not, a shuffle is charged with what the clock was.
 #
 # The page size shifts the ranking. A prompt of 712 tokens has two whole pages of 256. The clock
 # is in the first, so both go, [60,928](#ranking) tokens in all; the name and the trace are in the
-# part that fills no page, and cost [0](#ranking). Who measures with one page size and serves with
+# part that fills no page, and cost [0](#ranking). Between the two the ids and the names change places: with pages of
+# 16 the name costs [2,896](#ranking) and the trace less, with 128 the name [128](#ranking) and the trace
+# [3,968](#ranking). Who measures with one page size and serves with
 # another may repair the wrong line. The index makes no difference: a hash table and a tree find
 # the same prefixes ([chapter 4](04_pages.md)), and the command can play either.
 #
@@ -1347,9 +1355,9 @@ print(f"a salt for each customer    {share(moved, salts=customer):.1%}")
 # %% [markdown]
 # *Capacity.* If ten unrelated prompts come between two requests, and there is room for six, the
 # house rules are gone each time, and [0.0%](#unknown) of the repaired log are reused. [Chapter
-# 16](16_traffic.md) draws the curve that tells how much room is enough. *Routing.* A balancer
-# that deals requests out in turn makes each replica learn the rules for itself. With twenty of
-# them [74.8%](#unknown) remain, and with short logs the loss is larger. *Salts.* What keeps
+# 16](16_traffic.md) draws the curve that tells how much room is enough. *Routing.* If several copies of the server share
+# the load, and requests are dealt out in turn, each copy learns the rules for itself. With twenty of
+# them [74.8%](#unknown) remain, and with short logs the loss is larger. *Salts* (the `extra_key` of [chapter 2](02_hashing.md)). What keeps
 # customers apart keeps their prefixes apart, on purpose: [86.0%](#unknown) with one for each of
 # five customers. (If the log has the salts, the linter uses them, and says what they cost.)
 #
@@ -1383,17 +1391,16 @@ for words, options in (
 # 10](10_single_flight.md)) gives the [89.0%](#together) back. So the order of repairs is that of
 # chapter 13's questions: first the ids, which a log can tell, then the machine.
 #
-# The other direction holds exactly. If the requests of a log are played one after the other
-# through a live `LLM` with the same options, each reuses as many tokens as the command says. A
-# test does it with real, tiny weights, for requests without tools. There is one more thing that it cannot know: what the
-# answers were, unless the log's later turns repeat them; and an answer that comes back as text
-# may have other tokens than those that were generated.
+# What the command says, a live engine does. If the requests of a log are played one after the other
+# through an `LLM` with the same options, with answers of one token, each reuses as many tokens as the command says. A
+# test does it with real, tiny weights, for requests without tools. Two things the command does not know: what the
+# answers were, unless later turns repeat them, and with which tokens they were generated.
 #
 # ## The command
 #
 # The rest is for the terminal. `minivllm explain LOG.jsonl` reads the log twice, the second time
 # with the fields moved. It keeps no more than the caches and the last million tokens, so a log
-# may be longer than memory. `--rewrite OUT.jsonl` writes it; bad lines are copied as they were.
+# with a request on each line may be longer than memory. `--rewrite OUT.jsonl` writes it; bad lines are copied as they were.
 
 # %% export="command_explain.py" tags=["hide-input"]
 """`minivllm explain`: where two prompts part, and what breaks reuse in a log."""
@@ -1781,14 +1788,15 @@ from rich.console import Console
 
 from minivllm.command_explain import Report, show, study
 
-report = Report([("radix", size) for size in (1, 16, 256)], 2**20)
+designs = [(index, size) for index in ("radix", "hash") for size in (1, 16, 256)]
+report = Report(designs, 2**20)
 study(log, encode, report, to=None)
 show(report, Console(force_jupyter=False, width=79, color_system=None, highlight=False))
 
 # %% [markdown]
 # Two prompts instead of a log, as texts or files, are compared the same way: `minivllm explain A
-# B` also shows the two tokens where they part, and lists all differences behind which they go on
-# alike, whatever they cost.
+# B` also shows the two tokens where they part, and lists every difference that has a name, whatever it
+# costs.
 #
 # ## Exercises
 #

@@ -51,13 +51,12 @@ for requests in (1, 8, 16):
 
 # %% [markdown]
 # Products and head are the reading of the weights. With one request they are most of the step. With
-# sixteen they are less than half, for attention has grown with the contexts. And there is a rest in all
-# three. One would suspect Python, which calls everything: it is what nobody timed by
-# name, and it is a small part. Take the
-# norms, two a layer and one at the end, and attention, and hold them against what they read:
+# sixteen they are less than half, for attention has grown with the contexts. Each row has a rest besides. Its
+# last entry, *Python*, is what is left when all named parts are taken away. Norms and attention have names: hold
+# them, two norms a layer, against what they read.
 
 # %% name="slow"
-NORMS = 2 * smollm2.num_layers + 1
+NORMS = 2 * smollm2.num_layers
 CONTEXTS = 16 * 494 * smollm2.kv_bytes_per_token(4)
 
 
@@ -71,21 +70,25 @@ print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
 print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# [84](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
+# [85](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
 # What helps is known from every GPU: do in one call, in one pass over the numbers, what belongs
 # together. Such a function is called a *kernel*, and
 # this chapter writes those of a CPU in Python. [Numba](https://numba.pydata.org) compiles a
-# function of loops when it is first called, and keeps the code on disk. It translates to LLVM's instructions,
-# the common language of many compilers, and LLVM makes those of this processor of them.
+# function of loops when it is first called, and keeps the code on disk. It translates the
+# function into LLVM's instructions, which many compilers share, and LLVM turns these into the instructions of
+# this processor.
 
 # %% export="vectors.py"
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -114,7 +117,29 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def compiled(function: Kernel) -> Kernel:
     """The function as machine code, made at its first call and kept on disk."""
     rules: Any = {"fastmath": True, "error_model": "numpy", "cache": True}
-    return cast(Kernel, njit(**rules)(function))
+    made: Any = njit(**rules)(function)
+    label = label_of(function)
+    made._cache._index_key = lambda sig, gen: (sig, gen.magic_tuple(), label)
+    return cast(Kernel, made)
+
+
+@cache
+def hash_of(file: str) -> str:
+    """Of what is in a file, or of nothing where code has none."""
+    path = Path(file)
+    return sha256(path.read_bytes() if path.exists() else b"").hexdigest()
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """The same for the same code in each process, and another for any other.
+
+    Numba's own label for a function that uses other kernels is new in each process.
+    """
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    used = [label_of(x.py_func) if hasattr(x, "py_func") else repr(x) for x in cells]
+    code = function.__code__
+    files = hash_of(__file__), hash_of(code.co_filename)
+    return sha256(repr((files, code.co_code, *used)).encode()).hexdigest()
 
 
 # %% [markdown]
@@ -124,8 +149,10 @@ def compiled(function: Kernel) -> Kernel:
 # And both cores? PyTorch has a team of threads already, OpenMP's, one for each core. After each
 # call they spin for some milliseconds, for the next one may come. A second team, Numba's own, would find the
 # cores taken by the first, in each step anew. So the kernels ask PyTorch's. A team is called by
-# `GOMP_parallel`: with a function, and one address of what it needs. Every member comes with its number,
-# and takes each so-manieth part of the work.
+# `GOMP_parallel`: with a function, and one address of what it needs. Every member knows
+# its number n, and how many they are, say m. It takes the parts n, n + m, n + 2m, and so on. (The functions below
+# write LLVM's instructions, as others will further on: what is given is packed into one place on the stack,
+# and a new function, `member`, unpacks it.)
 
 
 # %% export="vectors.py"
@@ -148,7 +175,7 @@ HAS_TEAM = has_team()
 
 @intrinsic
 def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
-    """part(i, *given) for each i below a number: the threads take turns."""
+    """part(i, *given) for each i below a number, shared out among the threads."""
     kinds = (types.intp, *given)
     signature = part.get_call_type(typing, kinds, {})
     made = part.dispatcher.overloads[signature.args]
@@ -164,9 +191,9 @@ def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
 def write_team(
     context: Any, builder: Any, values: Any, function: Any, signature: Any
 ) -> None:
-    """Pack up what is given; a function that unpacks it and takes its turns; a call.
+    """Pack what is given; a function unpacks it and does its parts; the team is called.
 
-    A turn that fails, for want of memory, raises a flag that is looked at in the end.
+    A part that fails, for want of memory, raises a flag that is looked at in the end.
     """
     module, number = builder.module, ir.IntType(32)
     failed = cgutils.alloca_once_value(builder, ir.Constant(ir.IntType(1), 0))
@@ -207,9 +234,12 @@ def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> 
     )
 
 
+share = cast(Any, _share)
+
+
 def shared(part: Callable[..., None]) -> Callable[..., None]:
     """A kernel that does part(i, *given) for each i below its first argument."""
-    one, share = compiled(part), cast(Any, _share)
+    one = compiled(part)
 
     def by_all(number: Any, *given: Any) -> None:
         share(one, number, given)
@@ -230,7 +260,7 @@ def shared(part: Callable[..., None]) -> Callable[..., None]:
 # by feature: sixteen requests' first numbers, then their second ones. One *lane* of every vector belongs
 # to one token, through all layers: an array of a step is [features, lanes], and token 3 is its
 # column 3. A prompt of 512 tokens is no other case, but one with more lanes. For few of them one core is
-# enough: to call the team takes longer than the work. Of many, each core takes some. Adding to the stream and
+# enough: to call the team takes longer than the work. Of many, each core takes 128 at a time. Adding to the stream and
 # normalising it is then this:
 
 
@@ -403,8 +433,9 @@ print("largest relative error:", f"{error:.0e}")
 # All that is computed is float32. What is *read* may be shorter: weights, keys and values of 16
 # bits are half the bytes, and bytes are what a step waits for. A bfloat16 is the upper half of a
 # float32: sixteen bits, and sixteen zeros behind them. Numba knows no bfloat16, and needs none. The bits are
-# shifted up when they are read, and a new key is rounded to the nearest when it is written: half of the
-# last bit that is kept is added before the cut, and a tie goes to the even neighbour. `put` has no body
+# shifted up when they are read, and a new key is rounded to the nearest when it is written: just under half
+# of the last bit that is kept is added before the cut, and a full half if that bit is 1, so that a tie goes to
+# the even neighbour. `put` has no body
 # of its own: Numba asks for one when it compiles a call, and gets the one for the array's format.
 
 
@@ -532,7 +563,9 @@ class Writer:
         return self.builder.fadd(product, c, flags=LOOSE)
 
     def sums(self, vectors: Sequence[Any]) -> Any:
-        """One number for each of some vectors, side by side: a power of two of them.
+        """One number for each of some vectors, side by side.
+
+        They are a power of two, and not more than a vector has lanes.
 
         Halves are added, and theirs. Two vectors of halves are one vector, so the work
         shrinks as their number does.
@@ -636,16 +669,16 @@ def _widened(weight: Any, first: int, room: Any) -> Any:
 # writes it into a row of its own, and then attention reads it again. A decode step does this with
 # all contexts, and they are the larger part of what it reads. A kernel can follow the page table, one slot
 # after the other. What a processor guesses about the next read is wrong there at the end of
-# each page; we know better, and ask for the slot that comes {8} turns later.
+# each page; we know better, and ask for the slot that comes some turns later.
 #
 # What is one core's share? A request is too much: with one request the other core would wait. So
-# contexts are cut into *pieces* of about {128} tokens. A piece gives its weights a sum of 1, and leaves an
-# average and the logarithm of the sum, as chapter 5's `attend` does. Here a vector lies along a head, and
+# contexts are cut into *pieces* of about 128 tokens. A piece divides its weights by their sum. It
+# leaves the average of its values and the logarithm of that sum, as chapter 5's `attend` does. Here a vector lies along a head, and
 # not across requests: each request has a context of its own, and no number of it meets two of them.
 #
 # So a score is a sum along a vector, and such a sum is dear: four times its halves are added. Eight of them
-# at once are cheaper. Two vectors of halves fit into one, and that into half of another, so that the eighth
-# part of the additions is left (`sums`, above). Eight slots and the three heads that share a key make twenty-four
+# at once are cheaper. Two vectors of halves fit into one, and that into half of another, so that a quarter
+# of the additions is left (`sums`, above). Eight slots and the three heads that share a key make twenty-four
 # sums, all in registers. And an average grows in registers too, for all heads of a group at once, and is
 # written when the piece is done.
 
@@ -655,7 +688,7 @@ AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
 
 
 class Reader:
-    """Writes what goes through slots of a memory: of some, or of some further on."""
+    """Writes the reads of a head in a memory's slots, and asks for those to come."""
 
     def __init__(
         self,
@@ -854,7 +887,7 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
 
 # %% export="kernels_numba.py"
 PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
-LONGER = 512  # the same, where many tokens read it
+LONGER = 512  # the same, for the new tokens of a prompt
 READERS = 16  # new tokens of a prompt that read it together
 
 
@@ -1037,7 +1070,7 @@ dots = cast(Any, _dots)
 
 
 # %% [markdown]
-# From sixteen tokens on, lanes are better: a weight is spread over all lanes, meets its input of sixteen
+# From nine tokens on, lanes are better: a weight is spread over all lanes, meets its input of sixteen
 # tokens, and no vector must be added up at the end. Sixteen rows keep sixteen registers of sums busy. A `tile` is
 # this loop. In NumPy it would be one line:
 #
@@ -1188,8 +1221,8 @@ def weigh_lanes(scores: Any, seen: Any) -> Any:
 @cache
 def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for what several tokens read: a run, one K/V head of it at a time."""
-    multiply_tiles, scale = make_tiles(WIDE, 0), Float(1 / math.sqrt(head_dim))
-    average_tiles, gather = make_tiles(WIDE, 1), make_gather(head_dim)
+    multiply_tiles, scale = make_tiles(0), Float(1 / math.sqrt(head_dim))
+    average_tiles, gather = make_tiles(1), make_gather(head_dim)
     deep = -(-head_dim // ROWS) * ROWS
 
     def attend_together(
@@ -1259,13 +1292,13 @@ def make_gather(head_dim: int) -> Callable[..., None]:
 
 
 @cache
-def make_tiles(wide: int, turned: int) -> Callable[..., None]:
+def make_tiles(turned: int) -> Callable[..., None]:
     """A product of small arrays, on one core: weight, or weight turned, times x."""
-    shape = (ROWS, wide, turned)
+    shape = (ROWS, WIDE, turned)
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
         for row in range(0, len(out), ROWS):
-            for lane in range(0, x.shape[1], wide):
+            for lane in range(0, x.shape[1], WIDE):
                 tile(weight, row, x, lane, out, row, weight, row, shape)
 
     return compiled(multiply_tiles)
@@ -1327,6 +1360,8 @@ class ReadProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
+        if not len(x):
+            return x.new_empty(0, len(self.weight))
         if len(x) > MOST:
             bias = torch.from_numpy(self.bias[:, 0]) if len(self.bias) else None
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
@@ -1456,7 +1491,7 @@ class CompiledLayers:
         angles: Tensor,
         rows: Tensor,
     ) -> Tensor:
-        """What `run_layers` gives."""
+        """What `run_layers` gives; `rows` are in order."""
         weights = self._weights_of(layers)
         if not isinstance(plan, StepPlan) or None in weights:
             return run_layers(layers, x, memory, plan, angles, rows)
@@ -1465,6 +1500,8 @@ class CompiledLayers:
         for own, kept in zip(weights, self._memory_of(memory), strict=True):
             self._attention(room, own, kept, plan, turns, found)
             if own is weights[-1] and len(rows) < len(x):
+                if not len(rows):
+                    return x[rows]
                 room = narrowed(room, layers[-1], rows)
             self._mlp(room, own)
         room.stream += room.delta
@@ -1489,7 +1526,7 @@ class CompiledLayers:
         self.attend(room.heads, memory, plan, found, room.seen)
 
     def _mlp(self, room: Room, weights: Any) -> None:
-        """Add it to the stream; delta = what the MLP makes of it."""
+        """Add what attention found to the stream; delta = what the MLP makes of it."""
         *_, output, norm, gate_and_up, down = weights
         self.multiply(output, room.seen, room.delta, room.num_tokens)
         self.add_norm(room.stream, room.delta, *norm, room.normal)
@@ -1584,7 +1621,8 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
 # ## The same numbers?
 #
 # Both ways compute two prompts, and then a step in which two requests decode and a third goes on from another's
-# pages. In float32 the logits must agree as well as any two orders of adding do. In bfloat16 they
+# pages. (Contexts that are cut, runs that are shared and products of more lanes are in the tests, with drawn
+# batches.) In float32 the logits must agree as well as any two orders of adding do. In bfloat16 they
 # differ by more: PyTorch rounds every result to 8 bits of mantissa, and the kernels round what they store.
 
 # %% name="same"
@@ -1662,7 +1700,7 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
         )
 
 # %% [markdown]
-# A norm takes [11](#won) microseconds instead of [84](#won), and adds to the stream besides. Contexts are read at
+# A norm takes [11](#won) microseconds instead of [85](#won), and adds to the stream besides. Contexts are read at
 # [12.7](#won) GB a second instead of [4.3](#won), and the weights of one request about as fast as memory gives them,
 # in either format. With sixteen requests the 16-bit products take [32](#won) ms and the others [38](#won) ms, with
 # half the bytes: reading is not all of it any more.
@@ -1707,13 +1745,13 @@ for (dtype, who, requests), parts in breakdowns.items():
 # The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer. (*Mixed
 # lengths* are sixteen requests of different prompts and answers, against one padded batch.)
 # Least is won where a prompt is computed in float32. There both sides call the same product of the same
-# library, which takes most of the time; what is won lies between the products, and in a last layer that
+# library, which takes most of the time; what is won lies between the products, and in a last layer whose MLP
 # computes one token instead of 512. Scheduling and cache are the Python of chapters 3 to
 # 7: a small share, for all they decide. The Python that calls the kernels is a larger one, and the faster the
 # kernels, the larger.
 #
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
-# and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
+# and the step is faster than the same step with sixteen copies (in most readings: the spread is wide). Prefix reuse is said to save prefill. Here
 # it saves decode time too, because the scheduler gave the requests the same *pages*, and not only equal ones.
 # The better a step reads its contexts, the less there is left to save: sharing takes memory traffic away, and
 # the products stay.
@@ -1722,8 +1760,8 @@ for (dtype, who, requests), parts in breakdowns.items():
 #
 # The record was made on a machine that is shared with others, whose memory traffic is seen in the spread:
 # the ratios of one row differ by a tenth and more from one reading to the next, and so will yours. A step of many
-# requests takes longer than its bytes, and the excess is spread: some of it in the products, as much in
-# the contexts. Processors have instructions that multiply pairs of 16-bit numbers, and matrices of them, which these
+# requests takes longer than its bytes, and the excess is spread: most of it in the products, less in the
+# contexts and the head. In bfloat16 half the bytes are read, and the same number of products computed. Processors have instructions that multiply pairs of 16-bit numbers, and matrices of them, which these
 # kernels do not use. And fewer bytes would help everywhere: weights of 8 or 4
 # bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16
 # on a CPU; on a GPU the page table is followed by nobody

@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (c1c1e896): edit the chapter.
+# Exported from chapters/19_kernels.py (57596238): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
@@ -182,7 +182,7 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
 
 
 PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
-LONGER = 512  # the same, where many tokens read it
+LONGER = 512  # the same, for the new tokens of a prompt
 READERS = 16  # new tokens of a prompt that read it together
 
 
@@ -364,8 +364,8 @@ def weigh_lanes(scores: Any, seen: Any) -> Any:
 @cache
 def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for what several tokens read: a run, one K/V head of it at a time."""
-    multiply_tiles, scale = make_tiles(WIDE, 0), Float(1 / math.sqrt(head_dim))
-    average_tiles, gather = make_tiles(WIDE, 1), make_gather(head_dim)
+    multiply_tiles, scale = make_tiles(0), Float(1 / math.sqrt(head_dim))
+    average_tiles, gather = make_tiles(1), make_gather(head_dim)
     deep = -(-head_dim // ROWS) * ROWS
 
     def attend_together(
@@ -435,13 +435,13 @@ def make_gather(head_dim: int) -> Callable[..., None]:
 
 
 @cache
-def make_tiles(wide: int, turned: int) -> Callable[..., None]:
+def make_tiles(turned: int) -> Callable[..., None]:
     """A product of small arrays, on one core: weight, or weight turned, times x."""
-    shape = (ROWS, wide, turned)
+    shape = (ROWS, WIDE, turned)
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
         for row in range(0, len(out), ROWS):
-            for lane in range(0, x.shape[1], wide):
+            for lane in range(0, x.shape[1], WIDE):
                 tile(weight, row, x, lane, out, row, weight, row, shape)
 
     return compiled(multiply_tiles)
@@ -489,6 +489,8 @@ class ReadProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
+        if not len(x):
+            return x.new_empty(0, len(self.weight))
         if len(x) > MOST:
             bias = torch.from_numpy(self.bias[:, 0]) if len(self.bias) else None
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
@@ -608,7 +610,7 @@ class CompiledLayers:
         angles: Tensor,
         rows: Tensor,
     ) -> Tensor:
-        """What `run_layers` gives."""
+        """What `run_layers` gives; `rows` are in order."""
         weights = self._weights_of(layers)
         if not isinstance(plan, StepPlan) or None in weights:
             return run_layers(layers, x, memory, plan, angles, rows)
@@ -617,6 +619,8 @@ class CompiledLayers:
         for own, kept in zip(weights, self._memory_of(memory), strict=True):
             self._attention(room, own, kept, plan, turns, found)
             if own is weights[-1] and len(rows) < len(x):
+                if not len(rows):
+                    return x[rows]
                 room = narrowed(room, layers[-1], rows)
             self._mlp(room, own)
         room.stream += room.delta
@@ -641,7 +645,7 @@ class CompiledLayers:
         self.attend(room.heads, memory, plan, found, room.seen)
 
     def _mlp(self, room: Room, weights: Any) -> None:
-        """Add it to the stream; delta = what the MLP makes of it."""
+        """Add what attention found to the stream; delta = what the MLP makes of it."""
         *_, output, norm, gate_and_up, down = weights
         self.multiply(output, room.seen, room.delta, room.num_tokens)
         self.add_norm(room.stream, room.delta, *norm, room.normal)

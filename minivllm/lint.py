@@ -1,4 +1,4 @@
-# Exported from chapters/17_log.py (0fd449b0): edit the chapter.
+# Exported from chapters/17_log.py (f96776cf): edit the chapter.
 """Which fields of a log's requests keep a prefix cache from finding more."""
 
 import json
@@ -104,7 +104,7 @@ class Missing(ValueError):
 
 
 class Encoder:
-    """Makes prompts of bodies, as `LLM` does: with a model's tokenizer and template.
+    """Makes prompts of the bodies of requests: with a model's tokenizer and template.
 
     `load` gives both, and is called when the first text comes.
     """

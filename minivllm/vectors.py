@@ -1,8 +1,11 @@
-# Exported from chapters/19_kernels.py (b9513a55): edit the chapter.
+# Exported from chapters/19_kernels.py (df473992): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -31,7 +34,29 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def compiled(function: Kernel) -> Kernel:
     """The function as machine code, made at its first call and kept on disk."""
     rules: Any = {"fastmath": True, "error_model": "numpy", "cache": True}
-    return cast(Kernel, njit(**rules)(function))
+    made: Any = njit(**rules)(function)
+    label = label_of(function)
+    made._cache._index_key = lambda sig, gen: (sig, gen.magic_tuple(), label)
+    return cast(Kernel, made)
+
+
+@cache
+def hash_of(file: str) -> str:
+    """Of what is in a file, or of nothing where code has none."""
+    path = Path(file)
+    return sha256(path.read_bytes() if path.exists() else b"").hexdigest()
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """The same for the same code in each process, and another for any other.
+
+    Numba's own label for a function that uses other kernels is new in each process.
+    """
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    used = [label_of(x.py_func) if hasattr(x, "py_func") else repr(x) for x in cells]
+    code = function.__code__
+    files = hash_of(__file__), hash_of(code.co_filename)
+    return sha256(repr((files, code.co_code, *used)).encode()).hexdigest()
 
 
 TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -53,7 +78,7 @@ HAS_TEAM = has_team()
 
 @intrinsic
 def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
-    """part(i, *given) for each i below a number: the threads take turns."""
+    """part(i, *given) for each i below a number, shared out among the threads."""
     kinds = (types.intp, *given)
     signature = part.get_call_type(typing, kinds, {})
     made = part.dispatcher.overloads[signature.args]
@@ -69,9 +94,9 @@ def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
 def write_team(
     context: Any, builder: Any, values: Any, function: Any, signature: Any
 ) -> None:
-    """Pack up what is given; a function that unpacks it and takes its turns; a call.
+    """Pack what is given; a function unpacks it and does its parts; the team is called.
 
-    A turn that fails, for want of memory, raises a flag that is looked at in the end.
+    A part that fails, for want of memory, raises a flag that is looked at in the end.
     """
     module, number = builder.module, ir.IntType(32)
     failed = cgutils.alloca_once_value(builder, ir.Constant(ir.IntType(1), 0))
@@ -112,9 +137,12 @@ def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> 
     )
 
 
+share = cast(Any, _share)
+
+
 def shared(part: Callable[..., None]) -> Callable[..., None]:
     """A kernel that does part(i, *given) for each i below its first argument."""
-    one, share = compiled(part), cast(Any, _share)
+    one = compiled(part)
 
     def by_all(number: Any, *given: Any) -> None:
         share(one, number, given)
@@ -258,7 +286,9 @@ class Writer:
         return self.builder.fadd(product, c, flags=LOOSE)
 
     def sums(self, vectors: Sequence[Any]) -> Any:
-        """One number for each of some vectors, side by side: a power of two of them.
+        """One number for each of some vectors, side by side.
+
+        They are a power of two, and not more than a vector has lanes.
 
         Halves are added, and theirs. Two vectors of halves are one vector, so the work
         shrinks as their number does.
@@ -353,7 +383,7 @@ AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
 
 
 class Reader:
-    """Writes what goes through slots of a memory: of some, or of some further on."""
+    """Writes the reads of a head in a memory's slots, and asks for those to come."""
 
     def __init__(
         self,

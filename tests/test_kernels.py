@@ -2,6 +2,9 @@
 
 import gc
 import math
+import os
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -327,3 +330,23 @@ def test_kernels_keep_no_memory_alive():
     del runner
     gc.collect()
     assert memory() is None and not ours.run._memory and not ours.run._weights
+
+
+COMPILE = """
+import numpy as np
+from minivllm import kernels_numba as kernels
+x, weight = np.ones((16, 1), np.float32), np.ones((64, 16), np.float32)
+out = np.zeros((64, 1), np.float32)
+kernels.make_multiply(1)(x, weight, kernels.NO_BIAS, out)
+assert (out == 16).all()
+"""
+
+
+def test_what_is_compiled_is_found_again(tmp_path):
+    """By a second process, also where one kernel uses another."""
+    kept = []
+    for _ in range(2):
+        run = [sys.executable, "-c", COMPILE]
+        subprocess.run(run, check=True, env={**os.environ, "NUMBA_CACHE_DIR": tmp_path})
+        kept.append(sorted(path.name for path in tmp_path.rglob("*.nb[ic]")))
+    assert len(kept[0]) > 2 and kept[0] == kept[1]
