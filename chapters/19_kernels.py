@@ -155,7 +155,7 @@ def label_of(function: Callable[..., Any]) -> str:
 # and a new function, `member`, unpacks it.)
 
 
-# %% export="vectors.py"
+# %% export="vectors.py" tags=["hide-input"]
 TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -487,7 +487,7 @@ print("like PyTorch:", bool((rounded == numbers.bfloat16()).all()))
 # that write LLVM's instructions for it:
 
 
-# %% export="vectors.py"
+# %% export="vectors.py" tags=["hide-input"]
 FLOAT, INT, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 LOOSE = ("fast",)  # sums in any order, as in all kernels
 
@@ -599,7 +599,7 @@ class Writer:
 # a number that the compiler knows.
 
 
-# %% export="vectors.py"
+# %% export="vectors.py" tags=["hide-input"]
 Write = Callable[[Writer, Sequence[Any]], Any]
 
 
@@ -683,7 +683,7 @@ def _widened(weight: Any, first: int, room: Any) -> Any:
 # written when the piece is done.
 
 
-# %% export="vectors.py"
+# %% export="vectors.py" tags=["hide-input"]
 AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
 
 
