@@ -202,6 +202,16 @@ class ChunkPlan:
     length: int
     device: torch.device
 
+    @property
+    def num_new(self) -> int:
+        """How many of its tokens are computed now."""
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def shareable(self) -> tuple[int, ...]:
+        """The pages that others may read along: all before that of its last token."""
+        return tuple(self.pages[: (self.length - 1) // self.page_size])
+
     @cached_property
     def context(self) -> Tensor:
         """The slots of its tokens so far [length]."""
@@ -216,7 +226,7 @@ class ChunkPlan:
         None for a single token, and for a chunk that begins its prompt: there the first
         sees one, the second two, and so on.
         """
-        start = self.length - (self.rows.stop - self.rows.start)
+        start = self.length - self.num_new
         if start in (0, self.length - 1):
             return None
         queries = torch.arange(start, self.length)[:, None]
@@ -590,7 +600,7 @@ def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
 
     `memory` is that of any layer's keys, for its shape and its numbers' format.
     """
-    singles = [c for c in plan.chunks if c.rows.stop - c.rows.start == 1]
+    singles = [c for c in plan.chunks if c.num_new == 1]
     if not singles:
         return plan
     reads, starts = shared_reads(singles, page_size, memory)
@@ -598,7 +608,7 @@ def read_together(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     for members in _alike([len(context) for context in own]):
         contexts = [own[i] for i in members]
         reads.append(_read_of([singles[i] for i in members], contexts, memory))
-    others = [c for c in plan.chunks if c.rows.stop - c.rows.start > 1]
+    others = [c for c in plan.chunks if c.num_new > 1]
     return replace(plan, chunks=others, reads=reads)
 
 
@@ -606,7 +616,7 @@ def shared_reads(
     singles: Sequence[ChunkPlan], page_size: int, memory: Tensor
 ) -> tuple[list[Read], list[int]]:
     """A read for each shared run, and where each token's own context starts."""
-    tables = [tuple(c.pages[: (c.length - 1) // page_size]) for c in singles]
+    tables = [chunk.shareable for chunk in singles]
     starts, reads = [0] * len(singles), []
     for members, start, end in shared_runs(tables, page_size):
         run = singles[members[0]].context[start * page_size : end * page_size]

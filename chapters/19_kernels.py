@@ -586,12 +586,9 @@ class Writer:
 
     def ask(self, at: Any) -> None:
         """Let memory bring what is at an address, and go on."""
-        pointer, module = BYTE.as_pointer(), self.builder.module
-        kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
-        function = cgutils.get_or_insert_function(module, kind, "llvm.prefetch.p0")
         reading, near, data = (ir.Constant(INT, n) for n in (0, 3, 1))
-        at = self.builder.bitcast(at, pointer)
-        self.builder.call(function, [at, reading, near, data])
+        given = [self.builder.bitcast(at, BYTE.as_pointer()), reading, near, data]
+        call_outside(self.builder, "llvm.prefetch.p0", ir.VoidType(), given)
 
 
 # %% [markdown]
@@ -916,7 +913,7 @@ class StepPlan(Plan):
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     """Cut the contexts of a step into pieces; those that are shared, once."""
     tables = slot_tables(plan.chunks, page_size)
-    singles = [(i, c) for i, c in enumerate(plan.chunks) if is_single(c)]
+    singles = [(i, c) for i, c in enumerate(plan.chunks) if c.num_new == 1]
     runs, readers, starts = find_runs(singles, page_size)
     pieces = [
         (chunk.rows.start, table, *piece)
@@ -924,7 +921,7 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         for piece in cut(start, chunk.length, PIECE)
     ]
     for table, chunk in enumerate(plan.chunks):
-        if not is_single(chunk):
+        if chunk.num_new > 1:
             add_chunk(chunk, table, runs, readers)
     owners = np.array([lane for lane, *_ in [*pieces, *readers]])
     counts = np.bincount(owners)
@@ -940,11 +937,6 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         ends=np.bincount(owners).cumsum(),
         merged=np.flatnonzero(counts > 1),
     )
-
-
-def is_single(chunk: ChunkPlan) -> bool:
-    """Whether it is one token only."""
-    return bool(chunk.rows.stop - chunk.rows.start == 1)
 
 
 def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
@@ -964,7 +956,7 @@ def find_runs(
     singles: Sequence[tuple[int, ChunkPlan]], page_size: int
 ) -> tuple[Numbers, Numbers, list[int]]:
     """Shared runs and their readers; where each own context starts."""
-    tables = [tuple(c.pages[: (c.length - 1) // page_size]) for _, c in singles]
+    tables = [chunk.shareable for _, chunk in singles]
     runs, readers, starts = Numbers(), Numbers(), [0] * len(singles)
     for members, first, last in shared_runs(tables, page_size):
         table = singles[members[0]][0]

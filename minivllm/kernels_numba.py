@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (57596238): edit the chapter.
+# Exported from chapters/19_kernels.py (01a5e94d): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
@@ -211,7 +211,7 @@ class StepPlan(Plan):
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     """Cut the contexts of a step into pieces; those that are shared, once."""
     tables = slot_tables(plan.chunks, page_size)
-    singles = [(i, c) for i, c in enumerate(plan.chunks) if is_single(c)]
+    singles = [(i, c) for i, c in enumerate(plan.chunks) if c.num_new == 1]
     runs, readers, starts = find_runs(singles, page_size)
     pieces = [
         (chunk.rows.start, table, *piece)
@@ -219,7 +219,7 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         for piece in cut(start, chunk.length, PIECE)
     ]
     for table, chunk in enumerate(plan.chunks):
-        if not is_single(chunk):
+        if chunk.num_new > 1:
             add_chunk(chunk, table, runs, readers)
     owners = np.array([lane for lane, *_ in [*pieces, *readers]])
     counts = np.bincount(owners)
@@ -235,11 +235,6 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         ends=np.bincount(owners).cumsum(),
         merged=np.flatnonzero(counts > 1),
     )
-
-
-def is_single(chunk: ChunkPlan) -> bool:
-    """Whether it is one token only."""
-    return bool(chunk.rows.stop - chunk.rows.start == 1)
 
 
 def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
@@ -259,7 +254,7 @@ def find_runs(
     singles: Sequence[tuple[int, ChunkPlan]], page_size: int
 ) -> tuple[Numbers, Numbers, list[int]]:
     """Shared runs and their readers; where each own context starts."""
-    tables = [tuple(c.pages[: (c.length - 1) // page_size]) for _, c in singles]
+    tables = [chunk.shareable for _, chunk in singles]
     runs, readers, starts = Numbers(), Numbers(), [0] * len(singles)
     for members, first, last in shared_runs(tables, page_size):
         table = singles[members[0]][0]

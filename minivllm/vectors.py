@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (df473992): edit the chapter.
+# Exported from chapters/19_kernels.py (b5c33fc7): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
@@ -309,12 +309,9 @@ class Writer:
 
     def ask(self, at: Any) -> None:
         """Let memory bring what is at an address, and go on."""
-        pointer, module = BYTE.as_pointer(), self.builder.module
-        kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
-        function = cgutils.get_or_insert_function(module, kind, "llvm.prefetch.p0")
         reading, near, data = (ir.Constant(INT, n) for n in (0, 3, 1))
-        at = self.builder.bitcast(at, pointer)
-        self.builder.call(function, [at, reading, near, data])
+        given = [self.builder.bitcast(at, BYTE.as_pointer()), reading, near, data]
+        call_outside(self.builder, "llvm.prefetch.p0", ir.VoidType(), given)
 
 
 Write = Callable[[Writer, Sequence[Any]], Any]
