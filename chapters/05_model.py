@@ -1264,7 +1264,8 @@ class Decoder(nn.Module):
 
 # %% [markdown]
 # Packing is asked for by whoever is going to run the model. A head that is tied to the embedding, once
-# packed, costs a copy, for the embedding must stay readable: 113 of SmolLM2's 538 MB in float32.
+# packed, costs a copy, for the embedding must stay readable; unless the product keeps a `weight` whose
+# rows are as they were. Then the embedding looks tokens up in that one, and there is a single copy again.
 
 
 # %% export="model.py"
@@ -1275,6 +1276,9 @@ class Decoder(Decoder):
             for part in vars(module).values():
                 if isinstance(part, Product):
                     part.pack(make)
+        rows = getattr(self.head.multiply, "weight", None)
+        if self.config.tied_head and rows is not None:
+            self.embed_tokens.weight = nn.Parameter(rows, requires_grad=False)
 
 
 # %% [markdown]
@@ -1319,11 +1323,13 @@ class Backend:
     """Who does the work: PyTorch, on any device, or kernels that know theirs.
 
     `arrange` prepares a plan for the attention: from page size and any layer's keys.
+    `empty` gives memory for keys and values, as `torch.empty` does.
     """
 
     run: Run = run_layers
     arrange: Callable[[Plan, int, Tensor], Plan] = read_together
     product: Maker = packed_product
+    empty: Callable[..., Tensor] = torch.empty
 
 
 class ModelRunner:
@@ -1347,7 +1353,8 @@ class ModelRunner:
         self.device = weight.device
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
-        empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
+        kind = {"dtype": weight.dtype, "device": self.device}
+        empty = partial(self.backend.empty, shape, **kind)
         layers = range(config.num_layers)
         self.memory = [PagedAttention(empty(), empty()) for _ in layers]
 

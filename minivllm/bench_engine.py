@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (f43a51f8): edit the chapter.
+# Exported from chapters/15_measuring.py (05f72c69): edit the chapter.
 """`minivllm bench engine`: steps beside transformers, and where their time goes."""
 
 import time
@@ -190,24 +190,32 @@ def mixed_jobs(sizes: Sizes) -> list[tuple[int, int]]:
     ]
 
 
-def run_mixed(llm: "LLM", sizes: Sizes, prompt: Sequence[int]) -> float:
+def mixing(llm: "LLM", sizes: Sizes, prompt: Sequence[int]) -> Callable[[], float]:
     """The same jobs in our engine, without a cache between them."""
     jobs = mixed_jobs(sizes)
     num_tokens = max(length + answer for length, answer in jobs)
     engine = make_engine(llm, len(jobs), num_tokens, "none")
-    for length, answer in jobs:
-        submit(engine, prompt[:length], answer)
-    while engine.has_unfinished():
-        engine.step()
-    return sum(answer for _, answer in jobs)
+
+    def run() -> float:
+        for length, answer in jobs:
+            submit(engine, prompt[:length], answer)
+        while engine.has_unfinished():
+            engine.step()
+        return sum(answer for _, answer in jobs)
+
+    return run
 
 
-def run_prefill(llm: "LLM", prompt: Sequence[int]) -> float:
-    """One prompt in an engine of its own, until its first token."""
+def prefilling(llm: "LLM", prompt: Sequence[int]) -> Callable[[], float]:
+    """One prompt, until its first token; nothing is known from the last time."""
     engine = make_engine(llm, 1, len(prompt) + 1, "none")
-    submit(engine, prompt, 1)
-    engine.step()
-    return len(prompt)
+
+    def run() -> float:
+        submit(engine, prompt, 1)
+        engine.step()
+        return len(prompt)
+
+    return run
 
 
 class EngineBench:
@@ -225,11 +233,11 @@ class EngineBench:
             other = peer.decoding(number)
             yield self._row("decode", number, decoding(llm, sizes, number).step, other)
         prompt = peer.prompt[: sizes.prefill]
-        yield self._row("prefill", 1, partial(run_prefill, llm, prompt), peer.prefill)
+        yield self._row("prefill", 1, prefilling(llm, prompt), peer.prefill)
         most = max(sizes.batches)
         shared, apart = (decoding(llm, sizes, most, i).step for i in ("radix", "none"))
         yield self._row("shared prefix", most, shared, apart, "unshared")
-        own = partial(run_mixed, llm, sizes, peer.prompt)
+        own = mixing(llm, sizes, peer.prompt)
         other = partial(peer.mixed, mixed_jobs(sizes))
         repeats = 1 + sizes.repeats // 4
         yield self._row("mixed lengths", most, own, other, repeats=repeats, warmups=0)
@@ -309,12 +317,9 @@ def _places(runner: "ModelRunner") -> list[tuple[Any, str, str]]:
     """Where the work of layers is done: owner, attribute, part of a step."""
     from minivllm import model
 
-    run: Any = runner.backend.run
     places: list[tuple[Any, str, str]] = [(runner.model.head, "multiply", "head")]
-    if run is not model.run_layers:
-        places += [(run, "multiply", "products"), (run, "attend", "attention")]
-        places += [(run, "add_norm", "norms"), (run, "rotate", "rotation")]
-        return [*places, (run, "gate", "gates")]
+    if runner.backend.run is not model.run_layers:
+        return places  # kernels have a clock of their own
     modules = list(runner.model.layers.modules())
     norms = [module for module in modules if isinstance(module, model.RMSNorm)]
     places += [(part, "multiply", "products") for part in _products(modules)]
@@ -337,9 +342,10 @@ def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
     with watched(runner, watch):
         for _ in range(num_steps):
             watch.seconds.clear()
-            whole = watch.wrap("step", engine.step)
-            whole()
-            steps.append(dict(watch.seconds))
+            taken = getattr(runner.backend.run, "take_seconds", dict)
+            taken()
+            watch.wrap("step", engine.step)()
+            steps.append({**watch.seconds, **taken()})
     for step in steps:
         step["scheduling and cache"] = step.pop("step") - step["pass"]
         rest = step.pop("pass") - sum(

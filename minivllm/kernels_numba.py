@@ -1,12 +1,12 @@
-# Exported from chapters/19_kernels.py (01a5e94d): edit the chapter.
+# Exported from chapters/19_kernels.py (2d8c081c): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
 import numpy as np
@@ -25,9 +25,11 @@ from minivllm.vectors import (
     compiled,
     config,
     dots,
+    elsewhere,
     exp,
     larger,
     load,
+    now,
     put,
     score,
     shared,
@@ -72,15 +74,22 @@ def add_norm(
             normal[lane] = stream[lane] * scales[lane] * weight[i, 0]
 
 
-@by_lanes
-def gate(part: Any, span: Any, both: Any, out: Any) -> None:
+@shared
+def gate_some(part: Any, gates: Any, ups: Any, out: Any) -> None:
+    """A core's part of `gate`."""
+    for i in range(part * SOME, min((part + 1) * SOME, len(out))):
+        out[i] = gates[i] / (Float(1) + exp(-gates[i])) * ups[i]
+
+
+SOME = 16_384  # numbers that a core takes
+
+
+@compiled
+def gate(both: Any, out: Any) -> None:
     """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
-    first, last = part * span, (part + 1) * span
-    for i in range(len(out)):
-        gates, ups = both[i, first:last], both[len(out) + i, first:last]
-        told = out[i, first:last]
-        for lane in range(len(told)):
-            told[lane] = gates[lane] / (Float(1) + exp(-gates[lane])) * ups[lane]
+    gates, ups = both[: len(out)].reshape(-1), both[len(out) :].reshape(-1)
+    told = out.reshape(-1)
+    gate_some(-(-len(told) // SOME), gates, ups, told)
 
 
 @by_lanes
@@ -182,7 +191,8 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
 
 
 PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
-LONGER = 512  # the same, for the new tokens of a prompt
+SHARED = 256  # the same, for a context that several share
+LONGER = 512  # for the new tokens of a prompt
 READERS = 16  # new tokens of a prompt that read it together
 
 
@@ -206,6 +216,12 @@ class StepPlan(Plan):
     order: Any
     ends: Any
     merged: Any
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the kernels take of it."""
+        where = self.slots, self.tables, self.pieces, self.runs, self.readers
+        return *where, self.order, self.ends, self.merged
 
 
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
@@ -258,7 +274,7 @@ def find_runs(
     runs, readers, starts = Numbers(), Numbers(), [0] * len(singles)
     for members, first, last in shared_runs(tables, page_size):
         table = singles[members[0]][0]
-        for piece in cut(first * page_size, last * page_size, PIECE):
+        for piece in cut(first * page_size, last * page_size, SHARED):
             runs.append((table, *piece, len(readers), len(readers) + len(members)))
             some = [singles[i][1] for i in members]
             readers += [(chunk.rows.start, chunk.length) for chunk in some]
@@ -318,12 +334,13 @@ def product_of_many(lanes: int) -> Callable[..., None]:
 
 @cache
 def make_multiply(lanes: int) -> Callable[..., None]:
-    """The product's kernel for so many tokens."""
+    """The product's kernel for so many lanes."""
     few = lanes <= FEW
     blocks = shared(product_of_few(lanes) if few else product_of_many(lanes))
 
-    def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
+    def multiply(product: Any, x: Any, out: Any, num_tokens: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
+        weight, bias = product
         given = x.T.copy() if few else x
         blocks(-(-len(weight) // BLOCK), given, weight, out)
         for i in range(len(bias)):
@@ -335,25 +352,24 @@ def make_multiply(lanes: int) -> Callable[..., None]:
 
 @compiled
 def weigh_lanes(scores: Any, seen: Any) -> Any:
-    """`weigh` for each column of scores [tokens, lanes], as far as it has `seen`."""
+    """Each column of scores [tokens, lanes] becomes weights, as far as it has `seen`.
+
+    They are not divided by their sums yet. The largest scores, and the sums.
+    """
     largest = np.full(scores.shape[1], Float(-3.4e38), np.float32)
     total = np.zeros(scores.shape[1], np.float32)
-    for i in range(len(scores)):
+    for row in range(len(scores)):
+        i = np.int32(row)
         for lane in range(scores.shape[1]):
-            score = scores[i, lane] if i < seen[lane] else Float(-3.4e38)
+            score = scores[row, lane] if i < seen[lane] else Float(-3.4e38)
             largest[lane] = larger(largest[lane], score)
-    for i in range(len(scores)):
+    for row in range(len(scores)):
+        i = np.int32(row)
         for lane in range(scores.shape[1]):
-            weight = exp(scores[i, lane] - largest[lane])
-            scores[i, lane] = weight if i < seen[lane] else Float(0)
-            total[lane] += scores[i, lane]
-    for lane in range(scores.shape[1]):
-        largest[lane] += np.log(max(total[lane], Float(1e-30)))
-        total[lane] = Float(1) / max(total[lane], Float(1e-30))
-    for i in range(len(scores)):
-        for lane in range(scores.shape[1]):
-            scores[i, lane] *= total[lane]
-    return largest
+            weight = exp(scores[row, lane] - largest[lane])
+            scores[row, lane] = weight if i < seen[lane] else Float(0)
+            total[lane] += scores[row, lane]
+    return largest, total
 
 
 @cache
@@ -391,13 +407,21 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                     asked[j, g * len(some) + i] = heads[row, some[i, 0]] * scale
             for i in range(len(some)):
                 seen[g * len(some) + i] = min(some[i, 1], end) - start
-        known = np.zeros((rows, deep), np.float32)
+        known = np.empty((rows, deep), np.float32)
+        known[len(slots) :] = 0
+        known[:, head_dim:] = 0
         gather(keys, slots, kv * head_dim, known)
         scores = np.empty((rows, lanes), np.float32)
         multiply_tiles(known, asked, scores)
-        logs = weigh_lanes(scores, seen)
+        largest, total = weigh_lanes(scores, seen)
         gather(values, slots, kv * head_dim, known)
         average_tiles(known, scores, asked)
+        for lane in range(lanes):
+            total[lane] = max(total[lane], Float(1e-30))  # of a lane that has no reader
+            largest[lane] += np.log(total[lane])
+        for j in range(head_dim):
+            for lane in range(lanes):
+                asked[j, lane] /= total[lane]
         token = some[0, 0]
         alone = ends[token] - (ends[token - 1] if token else 0) == 1
         for g in range(group):
@@ -408,7 +432,7 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                         out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
             else:
                 for i in range(len(some)):
-                    sums[first + i, head] = logs[lane + i]
+                    sums[first + i, head] = largest[lane + i]
                     for j in range(head_dim):
                         found[first + i, head, j] = asked[j, lane + i]
 
@@ -437,7 +461,7 @@ def make_tiles(turned: int) -> Callable[..., None]:
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
         for row in range(0, len(out), ROWS):
             for lane in range(0, x.shape[1], WIDE):
-                tile(weight, row, x, lane, out, row, weight, row, shape)
+                tile(weight, row, x, lane, out, row, None, 0, shape)
 
     return compiled(multiply_tiles)
 
@@ -448,17 +472,35 @@ def merge(
 ) -> None:
     """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums."""
     head_dim = found.shape[2]
+    average = np.empty(head_dim, np.float32)
     for lane in merged:
         pieces = order[ends[lane - 1] if lane else 0 : ends[lane]]
-        weights = sums[pieces, head]
-        weigh(weights)
-        total = np.zeros(head_dim, np.float32)
-        for k in range(len(pieces)):
-            part = found[pieces[k], head]
+        largest, total = Float(-3.4e38), Float(0)
+        for piece in pieces:
+            largest = larger(largest, sums[piece, head])
+        average[:] = 0
+        for piece in pieces:
+            weight, part = exp(sums[piece, head] - largest), found[piece, head]
+            total += weight
             for j in range(head_dim):
-                total[j] += weights[k] * part[j]
+                average[j] += weight * part[j]
         for j in range(head_dim):
-            out[head * head_dim + j, lane] = total[j]
+            out[head * head_dim + j, lane] = average[j] / total
+
+
+def multiply_many(product: Any, x: Any, out: Any, num_tokens: int) -> None:
+    """As `make_multiply`'s, by PyTorch."""
+    weight, bias = (torch.from_numpy(each) for each in product)
+    weight = weight.view(torch.bfloat16) if weight.dtype == torch.uint16 else weight
+    given, told = (torch.from_numpy(each)[:, :num_tokens] for each in (x, out))
+    torch.mm(weight.float(), given, out=told)
+    if len(bias):
+        told += bias
+
+
+def multiply_for(lanes: int) -> Callable[..., None]:
+    """The product for so many lanes: (rows, bias), x, out, number of tokens."""
+    return make_multiply(lanes) if lanes <= MOST else multiply_many
 
 
 NO_BIAS = np.empty((0, 1), np.float32)
@@ -467,48 +509,42 @@ NO_BIAS = np.empty((0, 1), np.float32)
 class ReadProduct:
     """x -> x times weight, plus bias: read once for few tokens, PyTorch's for many."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.rows = weight, as_array(weight)
-        self.bias = NO_BIAS if bias is None else bias.float()[:, None].numpy()
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, empty: Callable[..., Tensor]
+    ) -> None:
+        self.weight = empty(weight.shape, dtype=weight.dtype).copy_(weight)
+        own = NO_BIAS if bias is None else bias.float()[:, None].numpy()
+        self.arrays = as_array(self.weight), own
         self._room: dict[int, Any] = {}  # new memory is slow at first touch
-
-    def into(self, x: Any, out: Any, num_tokens: int) -> None:
-        """Arrays [inputs, lanes] -> [outputs, lanes]."""
-        if num_tokens > MOST:
-            given, told = (torch.from_numpy(each)[:, :num_tokens] for each in (x, out))
-            torch.mm(self.weight.float(), given, out=told)
-            if len(self.bias):
-                told += torch.from_numpy(self.bias)
-        else:
-            make_multiply(x.shape[1])(x, self.rows, self.bias, out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
         if not len(x):
             return x.new_empty(0, len(self.weight))
         if len(x) > MOST:
-            bias = torch.from_numpy(self.bias[:, 0]) if len(self.bias) else None
-            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+            bias = torch.from_numpy(self.arrays[1][:, 0])
+            told = F.linear(x.float(), self.weight.float(), bias if len(bias) else None)
+            return told.to(x.dtype)
         lanes = lanes_for(len(x))
         if lanes not in self._room:
             self._room[lanes] = np.empty((len(self.weight), lanes), np.float32)
         out = self._room[lanes]
-        self.into(as_lanes(x), out, len(x))
-        return as_rows(out, x.new_empty(len(x), len(self.weight)))
+        make_multiply(lanes)(self.arrays, as_lanes(x), out, len(x))
+        return as_rows(out, np.arange(len(x)), x.new_empty(len(x), len(self.weight)))
 
 
-def as_rows(columns: Any, out: Tensor) -> Tensor:
-    """The first lanes of [features, lanes] -> [tokens, features]."""
-    turn(-(-len(columns) // BLOCK), columns, as_array(out))
+def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
+    """Some lanes of [features, lanes] -> [tokens, features]."""
+    turn(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
     return out
 
 
 @shared
-def turn(block: Any, columns: Any, out: Any) -> None:
-    """[outputs, lanes] -> [tokens, outputs], in the format of the result."""
+def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
+    """Each chosen lane as a row, in the format of the result."""
     for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
-        for lane in range(len(out)):
-            put(out, lane, i, columns[i, lane])
+        for row in range(len(chosen)):
+            put(out, row, i, columns[i, chosen[row]])
 
 
 def lanes_for(num_tokens: int) -> int:
@@ -524,17 +560,67 @@ def lanes_for(num_tokens: int) -> int:
 
 def as_lanes(x: Tensor) -> Any:
     """[tokens, features] -> float32 [features, lanes]; lanes left over are 0."""
-    out = torch.zeros(x.shape[1], lanes_for(len(x)))
-    out[:, : len(x)] = x.t()
-    return out.numpy()
+    return fill(np.empty((x.shape[1], lanes_for(len(x))), np.float32), x)
 
 
-def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
+def fill(out: Any, x: Tensor) -> Any:
+    """Write [tokens, features] into [features, lanes]; lanes left over become 0."""
+    told = torch.from_numpy(out)
+    told[:, : len(x)] = x.t()
+    told[:, len(x) :] = 0
+    return out
+
+
+def read_product(
+    weight: Tensor, bias: Tensor | None, empty: Callable[..., Tensor] = torch.empty
+) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
     if num_outputs < ROWS or num_inputs % 16:
         return packed_product(weight, bias)
-    return ReadProduct(weight, bias)
+    return ReadProduct(weight, bias, empty)
+
+
+class LargePages:
+    """Memory for tensors, side by side in blocks that the system may back by 2 MB pages.
+
+    A block lives as long as one of its tensors.
+    """
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: object = "cpu"
+    ) -> Tensor:
+        """As `torch.empty`, on the CPU."""
+        size = math.prod(shape) * dtype.itemsize
+        lines = -(-size // LINE) * LINE
+        if lines > len(self._left):
+            block = np.empty(max(lines, BLOCK_SIZE) + LINE, np.uint8)
+            self._left = torch.from_numpy(block[-block.ctypes.data % LINE :])
+        taken, self._left = self._left[:size], self._left[lines:]
+        return taken.view(dtype).view(*shape)
+
+
+LINE, BLOCK_SIZE = 64, 2**25  # bytes
+
+PARTS = ("norms", "products", "rotation", "attention", "gates")
+NORMS, PRODUCTS, ROTATION, ATTENTION, GATES = range(len(PARTS))
+
+
+@compiled
+def note(spent: Any, part: int, start_s: float) -> Any:
+    """Add the time since the start to a part's seconds; what time it is."""
+    end_s = now()
+    spent[part] += end_s - start_s
+    return end_s
+
+
+@compiled
+def clock() -> Any:
+    """What time it is."""
+    return now()
 
 
 @by_lanes
@@ -549,11 +635,106 @@ def write(
             put(values, slots[lane], j, heads[first + width + j, lane])
 
 
-@dataclass
-class Room:
+@cache
+def make_find(head_dim: int, group: int) -> Callable[..., None]:
+    """All of a layer's attention, for one shape of heads."""
+    attend = make_attend(head_dim, group)
+    attend_together = make_attend_together(head_dim, group)
+
+    def find(heads: Any, memory: Any, plan: Any, found: Any, out: Any) -> None:
+        """Store each lane's key and value; out: what it finds in its context."""
+        slots, tables, pieces, runs, readers, order, ends, merged = plan
+        keys, values = memory
+        averages, sums = found
+        own, number = len(pieces), keys.shape[1] // head_dim * len(runs)
+        write(heads, len(out), slots, keys, values)
+        attend(own, heads, keys, values, tables, pieces, averages, sums)
+        if number:
+            told = averages[own:], sums[own:], ends, out
+            attend_together(number, heads, keys, values, tables, runs, readers, *told)
+        if len(merged):
+            merge(averages.shape[1], averages, sums, merged, order, ends, out)
+
+    return compiled(find)
+
+
+@cache
+def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
+    """A layer in two functions: up to what attention finds, and from there on."""
+    multiply, find = multiply_for(lanes), make_find(head_dim, group)
+
+    def look(
+        number: int,
+        room: Any,
+        layer: Any,
+        eps: Any,
+        plan: Any,
+        turns: Any,
+        found: Any,
+        spent: Any,
+    ) -> None:
+        """seen = what attention finds, for so many tokens."""
+        stream, delta, normal, heads, seen, _, _ = room
+        norm, qkv, bias, head_norm = layer[:4]
+        start_s = clock()
+        add_norm(stream, delta, norm, eps[0], normal)
+        start_s = note(spent, NORMS, start_s)
+        multiply((qkv, bias), normal, heads, number)
+        start_s = note(spent, PRODUCTS, start_s)
+        norm_heads(heads, head_norm, eps[1], head_dim)
+        start_s = note(spent, NORMS, start_s)
+        rotate(heads, len(seen) + layer[-1].shape[1], turns[0], turns[1])
+        start_s = note(spent, ROTATION, start_s)
+        find(heads, layer[-2:], plan, found, seen)
+        note(spent, ATTENTION, start_s)
+
+    def think(number: int, room: Any, layer: Any, eps: Any, spent: Any) -> None:
+        """Add what attention found to the stream; delta = what the MLP makes of it."""
+        stream, delta, normal, _, seen, both, inner = room
+        output, own, norm, gate_and_up, other, down, last = layer[4:-2]
+        start_s = clock()
+        multiply((output, own), seen, delta, number)
+        start_s = note(spent, PRODUCTS, start_s)
+        add_norm(stream, delta, norm, eps[0], normal)
+        start_s = note(spent, NORMS, start_s)
+        multiply((gate_and_up, other), normal, both, number)
+        start_s = note(spent, PRODUCTS, start_s)
+        gate(both, inner)
+        start_s = note(spent, GATES, start_s)
+        multiply((down, last), inner, delta, number)
+        note(spent, PRODUCTS, start_s)
+
+    return look, think
+
+
+@cache
+def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
+    """All layers of a step of few tokens."""
+    parts = make_layer(lanes, head_dim, group)
+    look, think = (compiled(part, inline="always") for part in parts)
+
+    def run_all(
+        number: int,
+        room: Any,
+        first: Any,
+        addresses: Any,
+        eps: Any,
+        plan: Any,
+        turns: Any,
+        found: Any,
+        spent: Any,
+    ) -> None:
+        for i in range(len(addresses)):
+            layer = elsewhere(first, addresses[i])
+            look(number, room, layer, eps, plan, turns, found, spent)
+            think(number, room, layer, eps, spent)
+
+    return compiled(run_all)
+
+
+class Room(NamedTuple):
     """Arrays [features, lanes] of a step; each layer writes over the one before."""
 
-    num_tokens: int
     stream: Any
     delta: Any  # not yet added to the stream
     normal: Any
@@ -567,34 +748,15 @@ class CompiledLayers:
     """Runs layers by kernels if their weights are for them, or as chapter 5 does."""
 
     def __init__(self) -> None:
-        # of all layers, kept by the first of them
-        self._weights: Kept[Layer, list[tuple[Any, ...] | None]] = Kept()
-        self._memory: Kept[PagedAttention, list[tuple[Any, ...]]] = Kept()
-        # attributes, so that chapter 15 can time them
-        self.add_norm: Any = add_norm
-        self.rotate: Any = rotate
-        self.gate: Any = gate
+        self._arrays: Kept[PagedAttention, tuple[Layer, Any, Any]] = Kept()
+        self._rooms: Kept[Layer, dict[int, Room]] = Kept()
+        self._spent = np.zeros(len(PARTS))
 
-    def multiply(self, product: ReadProduct, x: Any, out: Any, num_tokens: int) -> None:
-        """out = a weight times x, plus its bias."""
-        product.into(x, out, num_tokens)
-
-    def attend(
-        self, heads: Any, memory: Any, plan: StepPlan, found: Any, out: Any
-    ) -> None:
-        """Store each lane's key and value; out: what it finds in its context."""
-        write(heads, len(out), plan.slots, *memory)
-        averages, sums = found
-        (_, num_heads, head_dim), own = averages.shape, len(plan.pieces)
-        num_kv_heads = memory[0].shape[1] // head_dim
-        shape, given = (head_dim, num_heads // num_kv_heads), (*memory, plan.tables)
-        make_attend(*shape)(own, heads, *given, plan.pieces, averages, sums)
-        if number := num_kv_heads * len(plan.runs):
-            runs = (plan.runs, plan.readers, averages[own:], sums[own:], plan.ends, out)
-            make_attend_together(*shape)(number, heads, *given, *runs)
-        if len(plan.merged):
-            merged = (plan.merged, plan.order, plan.ends)
-            merge(num_heads, averages, sums, *merged, out)
+    def take_seconds(self) -> dict[str, float]:
+        """What the parts of the layers took, by name, since this was last asked."""
+        found = dict(zip(PARTS, self._spent.tolist(), strict=True))
+        self._spent[:] = 0
+        return found
 
     def __call__(
         self,
@@ -606,109 +768,147 @@ class CompiledLayers:
         rows: Tensor,
     ) -> Tensor:
         """What `run_layers` gives; `rows` are in order."""
-        weights = self._weights_of(layers)
-        if not isinstance(plan, StepPlan) or None in weights:
+        arrays, addresses = self._arrays_of(layers, memory)
+        if not isinstance(plan, StepPlan) or arrays is None:
             return run_layers(layers, x, memory, plan, angles, rows)
-        room, found = make_room(layers[0], x), make_found(layers[0], plan)
+        layer, lanes = layers[0], lanes_for(len(x))
+        room = self._room_for(layer, x)
         turns = as_lanes(angles.cos()), as_lanes(angles.sin())
-        for own, kept in zip(weights, self._memory_of(memory), strict=True):
-            self._attention(room, own, kept, plan, turns, found)
-            if own is weights[-1] and len(rows) < len(x):
-                if not len(rows):
-                    return x[rows]
-                room = narrowed(room, layers[-1], rows)
-            self._mlp(room, own)
-        room.stream += room.delta
-        return as_rows(room.stream, x.new_empty(len(rows), x.shape[1]))
+        rest = plan.arrays, turns, make_found(layer, plan), self._spent
+        given, chosen = (eps_of(layer), *rest), rows.numpy()
+        if lanes <= MOST:
+            run_all = make_layers(lanes, *shape_of(layer))
+            run_all(len(x), tuple(room), arrays[0], addresses, *given)
+        else:
+            room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
+        np.add(room.stream, room.delta, out=room.stream)
+        return as_rows(room.stream, chosen, x.new_empty(len(rows), x.shape[1]))
 
-    def _attention(
+    def _one_by_one(
         self,
+        layers: Sequence[Layer],
         room: Room,
-        weights: Any,
-        memory: Any,
-        plan: StepPlan,
-        turns: Any,
-        found: Any,
-    ) -> None:
-        """seen = what attention finds."""
-        norm, qkv, head_norm, *_ = weights
-        self.add_norm(room.stream, room.delta, *norm, room.normal)
-        self.multiply(qkv, room.normal, room.heads, room.num_tokens)
-        if head_norm is not None:
-            norm_heads(room.heads, *head_norm, found[0].shape[2])
-        self.rotate(room.heads, len(room.seen) + memory[0].shape[1], *turns)
-        self.attend(room.heads, memory, plan, found, room.seen)
+        arrays: Any,
+        given: Any,
+        chosen: Any,
+        number: int,
+    ) -> tuple[Room, Any]:
+        """Many tokens; in the end, room for those that are chosen, and their lanes."""
+        shape = shape_of(layers[0])
+        look, think = make_layer(room.stream.shape[1], *shape)
+        for own in arrays:
+            look(number, room, own, *given)
+            if own is arrays[-1] and len(chosen) < number:
+                number = len(chosen)
+                room = self._narrowed(room, layers[0], chosen)
+                chosen = np.arange(number)
+                _, think = make_layer(room.stream.shape[1], *shape)
+            think(number, room, own, given[0], self._spent)
+        return room, chosen
 
-    def _mlp(self, room: Room, weights: Any) -> None:
-        """Add what attention found to the stream; delta = what the MLP makes of it."""
-        *_, output, norm, gate_and_up, down = weights
-        self.multiply(output, room.seen, room.delta, room.num_tokens)
-        self.add_norm(room.stream, room.delta, *norm, room.normal)
-        self.multiply(gate_and_up, room.normal, room.both, room.num_tokens)
-        self.gate(room.both, room.inner)
-        self.multiply(down, room.inner, room.delta, room.num_tokens)
+    def _room_for(self, layer: Layer, x: Tensor) -> Room:
+        """Room for a stream [tokens, hidden]: again the same for as many lanes.
 
-    def _weights_of(self, layers: Sequence[Layer]) -> list[tuple[Any, ...] | None]:
-        if layers[0] not in self._weights:
-            self._weights[layers[0]] = [weights_of(layer) for layer in layers]
-        return self._weights[layers[0]]
+        Memory is slow when it is first touched. Of large rooms there is only one.
+        """
+        rooms, lanes = self._rooms.setdefault(layer, {}), lanes_for(len(x))
+        if lanes not in rooms:
+            for other in [n for n in rooms if min(n, lanes) > MOST]:
+                del rooms[other]
+            rooms[lanes] = make_room(layer, lanes)
+        fill(rooms[lanes].stream, x)
+        rooms[lanes].delta[:] = 0
+        return rooms[lanes]
 
-    def _memory_of(self, memory: Sequence[PagedAttention]) -> list[tuple[Any, ...]]:
-        if memory[0] not in self._memory:
-            pairs = [(each.keys, each.values) for each in memory]
-            arrays = [tuple(as_array(x.flatten(1)) for x in pair) for pair in pairs]
-            self._memory[memory[0]] = arrays
-        return self._memory[memory[0]]
+    def _narrowed(self, room: Room, layer: Layer, chosen: Any) -> Room:
+        """Room for some tokens, with their part of the stream and of what was seen."""
+        stream, seen = (
+            torch.from_numpy(each[:, chosen]).t() for each in (room.stream, room.seen)
+        )
+        less = self._room_for(layer, stream)
+        fill(less.seen, seen)
+        return less
+
+    def _arrays_of(
+        self, layers: Sequence[Layer], memory: Sequence[PagedAttention]
+    ) -> tuple[Any, Any]:
+        """Each layer's arrays, and their addresses [layers, arrays]; or None twice."""
+        owner, *kept = self._arrays.get(memory[0], (None,))
+        if owner is not layers[0]:
+            kept = [None, None]
+            pairs = zip(layers, memory, strict=True)
+            if all(has_kernels(layer) for layer in layers):
+                arrays = [(*weights_of(layer), *arrays_of(own)) for layer, own in pairs]
+                places = [[each.ctypes.data for each in layer] for layer in arrays]
+                kept = [arrays, np.array(places)]
+            self._arrays[memory[0]] = (layers[0], *kept)
+        return kept[0], kept[1]
 
 
-def weights_of(layer: Layer) -> tuple[Any, ...] | None:
-    """A layer's weights for the kernels, or None if some are not for them."""
+def arrays_of(memory: PagedAttention) -> tuple[Any, Any]:
+    """Keys and values, [slots, kv_heads * head_dim]."""
+    return as_array(memory.keys.flatten(1)), as_array(memory.values.flatten(1))
+
+
+def shape_of(layer: Layer) -> tuple[int, int]:
+    """Size of a head; how many queries share a key."""
+    num_heads, num_kv_heads = layer.self_attn.heads
+    return layer.self_attn.head_dim, num_heads // num_kv_heads
+
+
+def products_of(layer: Layer) -> list[Any]:
+    """The products of a layer, in order."""
     attention, mlp = layer.self_attn, layer.mlp
     parts = (attention.qkv, attention.output, mlp.gate_and_up, mlp.down)
-    products = [part.multiply for part in parts]
-    if not all(isinstance(product, ReadProduct) for product in products):
-        return None
-    qkv, output, gate_and_up, down = products
-    norm = norm_of((layer.input_layernorm, 1))
-    second = norm_of((layer.post_attention_layernorm, 1))
-    head_norm, (num_heads, num_kv_heads) = None, attention.heads
+    return [part.multiply for part in parts]
+
+
+def has_kernels(layer: Layer) -> bool:
+    """Whether all its weights are for the kernels."""
+    return all(isinstance(product, ReadProduct) for product in products_of(layer))
+
+
+def weights_of(layer: Layer) -> tuple[Any, ...]:
+    """A layer's weights, in the order in which they are used."""
+    qkv, output, gate_and_up, down = (each.arrays for each in products_of(layer))
+    attention, heads = layer.self_attn, NO_BIAS
     if attention.q_norm is not None and attention.k_norm is not None:
-        head_norm = norm_of(
-            (attention.q_norm, num_heads), (attention.k_norm, num_kv_heads)
-        )
-    return norm, qkv, head_norm, output, second, gate_and_up, down
+        number, number_of_keys = attention.heads
+        heads = norm_of((attention.q_norm, number), (attention.k_norm, number_of_keys))
+    first, second = (
+        norm_of((each, 1))
+        for each in (layer.input_layernorm, layer.post_attention_layernorm)
+    )
+    return first, *qkv, heads, *output, second, *gate_and_up, *down
 
 
-def norm_of(*norms: tuple[RMSNorm, int]) -> tuple[Any, Any]:
-    """Weights of norms, each so often, [all, 1]; what keeps them from dividing by 0."""
+def eps_of(layer: Layer) -> tuple[Any, Any]:
+    """What keeps norms from dividing by 0: the layer's, the heads'."""
+    own = layer.self_attn.q_norm
+    return Float(layer.input_layernorm.eps), Float(0 if own is None else own.eps)
+
+
+def norm_of(*norms: tuple[RMSNorm, int]) -> Any:
+    """Weights of norms, each so often, [all, 1]."""
     weights = [norm.weight.detach().float().repeat(often) for norm, often in norms]
-    return torch.cat(weights)[:, None].numpy(), Float(norms[0][0].eps)
+    return torch.cat(weights)[:, None].numpy()
 
 
-def make_room(layer: Layer, x: Tensor) -> Room:
-    """Room for a stream x [tokens, hidden].
+def make_room(layer: Layer, lanes: int) -> Room:
+    """Room for so many lanes.
 
     All 0: what lies in lanes without a token may be too small for normal floats, and a
     processor takes a hundred times as long for those.
     """
-    attention, lanes = layer.self_attn, lanes_for(len(x))
+    attention = layer.self_attn
     seen = attention.heads[0] * attention.head_dim
     heads, both = (
         len(cast(Any, each.multiply).weight)
         for each in (attention.qkv, layer.mlp.gate_and_up)
     )
-    rows = (x.shape[1], x.shape[1], heads, seen, both, both // 2)
-    return Room(len(x), as_lanes(x), *(np.zeros((n, lanes), np.float32) for n in rows))
-
-
-def narrowed(room: Room, layer: Layer, rows: Tensor) -> Room:
-    """Room for some tokens only, with their part of the stream and of what was seen."""
-    stream, seen = (
-        torch.from_numpy(each).t()[rows] for each in (room.stream, room.seen)
-    )
-    less = make_room(layer, stream)
-    less.seen = as_lanes(seen)
-    return less
+    hidden = layer.input_layernorm.weight.shape[0]
+    rows = (hidden, hidden, hidden, heads, seen, both, both // 2)
+    return Room(*(np.zeros((n, lanes), np.float32) for n in rows))
 
 
 def make_found(layer: Layer, plan: StepPlan) -> tuple[Any, Any]:
@@ -722,4 +922,6 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """The kernels, if they know the device and the format. Raises `ValueError`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("these kernels are for float32 and bfloat16 on a CPU")
-    return Backend(CompiledLayers(), arrange, read_product)
+    empty = LargePages().empty
+    product = partial(read_product, empty=empty)
+    return Backend(CompiledLayers(), arrange, product, empty)

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (70116cc6): edit the chapter.
+# Exported from chapters/05_model.py (6a967da9): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -255,3 +255,6 @@ class Decoder(nn.Module):
             for part in vars(module).values():
                 if isinstance(part, Product):
                     part.pack(make)
+        rows = getattr(self.head.multiply, "weight", None)
+        if self.config.tied_head and rows is not None:
+            self.embed_tokens.weight = nn.Parameter(rows, requires_grad=False)

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (ec37bcd6): edit the chapter.
+# Exported from chapters/05_model.py (d85c00c2): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ class Backend:
     """Who does the work: PyTorch, on any device, or kernels that know theirs.
 
     `arrange` prepares a plan for the attention: from page size and any layer's keys.
+    `empty` gives memory for keys and values, as `torch.empty` does.
     """
 
     run: Run = run_layers
     arrange: Callable[[Plan, int, Tensor], Plan] = read_together
     product: Maker = packed_product
+    empty: Callable[..., Tensor] = torch.empty
 
 
 class ModelRunner:
@@ -61,7 +63,8 @@ class ModelRunner:
         self.device = weight.device
         config = model.config
         shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
-        empty = partial(torch.empty, shape, dtype=weight.dtype, device=self.device)
+        kind = {"dtype": weight.dtype, "device": self.device}
+        empty = partial(self.backend.empty, shape, **kind)
         layers = range(config.num_layers)
         self.memory = [PagedAttention(empty(), empty()) for _ in layers]
 

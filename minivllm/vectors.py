@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (b5c33fc7): edit the chapter.
+# Exported from chapters/19_kernels.py (32197156): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
@@ -31,10 +31,10 @@ config.CPU_FEATURES = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def compiled(function: Kernel) -> Kernel:
+def compiled(function: Kernel, inline: str = "never") -> Kernel:
     """The function as machine code, made at its first call and kept on disk."""
     rules: Any = {"fastmath": True, "error_model": "numpy", "cache": True}
-    made: Any = njit(**rules)(function)
+    made: Any = njit(**rules | {"inline": inline})(function)
     label = label_of(function)
     made._cache._index_key = lambda sig, gen: (sig, gen.magic_tuple(), label)
     return cast(Kernel, made)
@@ -56,17 +56,17 @@ def label_of(function: Callable[..., Any]) -> str:
     used = [label_of(x.py_func) if hasattr(x, "py_func") else repr(x) for x in cells]
     code = function.__code__
     files = hash_of(__file__), hash_of(code.co_filename)
-    return sha256(repr((files, code.co_code, *used)).encode()).hexdigest()
+    return sha256(repr((files, HAS_TEAM, code.co_code, *used)).encode()).hexdigest()
 
 
-TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+TEAM, CLOCK = "GOMP_parallel", "omp_get_wtime"
 
 
 def has_team() -> bool:
     """Whether PyTorch's threads are OpenMP's and can be called; else one core works."""
     library = ctypes.CDLL(torch._C.__file__)  # and all that it has loaded
-    found = [getattr(library, name, None) for name in TEAM]
-    for name, function in zip(TEAM, found, strict=True):
+    found = [getattr(library, name, None) for name in (TEAM, CLOCK)]
+    for name, function in zip((TEAM, CLOCK), found, strict=True):
         if function is not None:
             address = ctypes.cast(function, ctypes.c_void_p).value
             llvm.add_symbol(name, address)
@@ -98,9 +98,10 @@ def write_team(
 
     A part that fails, for want of memory, raises a flag that is looked at in the end.
     """
-    module, number = builder.module, ir.IntType(32)
+    module, number, count = builder.module, ir.IntType(32), values[0].type
     failed = cgutils.alloca_once_value(builder, ir.Constant(ir.IntType(1), 0))
-    packed = cgutils.pack_struct(builder, [*values, failed])
+    taken = cgutils.alloca_once_value(builder, ir.Constant(count, 0))
+    packed = cgutils.pack_struct(builder, [*values, failed, taken])
     room = cgutils.alloca_once_value(builder, packed)
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer])
@@ -108,22 +109,24 @@ def write_team(
     member.linkage = "internal"
     own = ir.IRBuilder(member.append_basic_block())
     unpacked = own.load(own.bitcast(member.args[0], room.type))
-    end, given, flag = cgutils.unpack_tuple(own, unpacked, 3)
+    end, given, flag, next_one = cgutils.unpack_tuple(own, unpacked, 4)
     items, call = cgutils.unpack_tuple(own, given), context.call_internal_no_propagate
-    first, step = (
-        own.sext(call_outside(own, name, number, []), end.type) for name in TEAM[1:]
-    )
-    with cgutils.for_range_slice(own, first, end, step, inc=True) as (i, _):
+    turn = own.append_basic_block()
+    own.branch(turn)
+    own.position_at_end(turn)
+    i = own.atomic_rmw("add", next_one, ir.Constant(count, 1), "monotonic")
+    with own.if_then(own.icmp_signed("<", i, end)):
         status, _ = call(own, function, signature, [i, *items])
         with own.if_then(status.is_error, likely=False):
             own.store(ir.Constant(ir.IntType(1), 1), flag)
+        own.branch(turn)
     own.ret_void()
-    few = builder.icmp_signed("<", values[0], ir.Constant(values[0].type, 2))
+    few = builder.icmp_signed("<", values[0], ir.Constant(count, 2))
     as_many_as_set, alone = ir.Constant(number, 0), ir.Constant(number, 1)
     threads = builder.select(few, alone, as_many_as_set)
     packet = builder.bitcast(room, pointer)
     asked = [member, packet, threads, as_many_as_set]
-    call_outside(builder, TEAM[0], ir.VoidType(), asked)
+    call_outside(builder, TEAM, ir.VoidType(), asked)
     with builder.if_then(builder.load(failed), likely=False):
         told = ("a part of a kernel failed",)
         context.call_conv.return_user_exc(builder, MemoryError, told)
@@ -152,6 +155,19 @@ def shared(part: Callable[..., None]) -> Callable[..., None]:
             one(i, *given)
 
     return compiled(by_all if HAS_TEAM else by_one)
+
+
+@intrinsic
+def _now(typing: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        if not HAS_TEAM:
+            return context.get_constant(types.float64, 0.0)
+        return call_outside(builder, CLOCK, ir.DoubleType(), [])
+
+    return types.float64(), generate
+
+
+now = cast(Any, _now)  # seconds, by the team's clock; without a team there is none
 
 
 @intrinsic
@@ -554,10 +570,10 @@ def _tile(
 ) -> Any:
     """`shape` is (rows, lanes, turned): turned, a weight's rows are its columns.
 
-    Memory brings `coming` from `row` on, on and on.
+    Memory brings `coming`, if any, from `row` on, on and on.
     """
     many, lanes, turned = (each.literal_value for each in shape)
-    bits = coming.dtype.bitwidth
+    bits = coming.dtype.bitwidth if isinstance(coming, types.Array) else 0
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         w, start, x, at_lane, told, to, later, next_row, _ = given
@@ -574,7 +590,7 @@ def _tile(
                     at = writer.address(rows, w, *place_of[:: -1 if turned else 1])
                     weight = writer.spread(b.load(at), lanes)
                     b.store(writer.multiply_add(weight, taken, b.load(total)), total)
-            for k in range(0, 2 * many, 512 // bits):
+            for k in range(0, 2 * many if bits else 0, 512 // (bits or 1)):
                 j = b.add(b.mul(i, index(many)), index(k))
                 writer.ask(writer.address(coming, later, next_row, j))
         for r, total in enumerate(totals):
@@ -587,3 +603,23 @@ def _tile(
 
 
 tile = cast(Any, _tile)
+
+
+@intrinsic
+def _elsewhere(typing: Any, arrays: Any, addresses: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        places = context.make_array(addresses)(context, builder, given[1])
+        told = []
+        for i, array in enumerate(cgutils.unpack_tuple(builder, given[0])):
+            made = context.make_array(arrays[i])(context, builder, array)
+            address = builder.load(builder.gep(places.data, [ir.Constant(INT, i)]))
+            made.data = builder.inttoptr(address, made.data.type)
+            told.append(made._getvalue())
+        result = context.make_tuple(builder, arrays, told)
+        context.nrt.incref(builder, arrays, result)  # as if they were the first ones
+        return result
+
+    return arrays(arrays, addresses), generate
+
+
+elsewhere = cast(Any, _elsewhere)  # a tuple of arrays as they are, at other addresses
