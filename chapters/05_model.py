@@ -1147,13 +1147,14 @@ class Layer(nn.Module):
 
 def run_layers(
     layers: Sequence[Layer],
+    norm: RMSNorm,
     x: Tensor,
     memory: Sequence[PagedAttention],
     plan: Plan,
     angles: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """The stream after all layers: [tokens, hidden] -> [rows, hidden].
+    """All layers, and the last norm: the stream [tokens, hidden] -> [rows, hidden].
 
     `angles` are [tokens, head_dim / 2].
     """
@@ -1161,7 +1162,8 @@ def run_layers(
     for layer, layer_memory in zip(layers, memory, strict=True):
         wanted = rows if layer is layers[-1] else None
         x = layer(x, layer_memory, plan, (cos, sin), wanted)
-    return x
+    normal: Tensor = norm(x)
+    return normal
 
 
 # %% [markdown]
@@ -1253,9 +1255,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """What the head makes logits of: rows of the batch, [rows, hidden]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
-        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
-        normal: Tensor = self.norm(x)
-        return normal
+        x = self.embed_tokens(token_ids)
+        return run(self.layers, self.norm, x, memory, plan, angles, rows)
 
     def forward(self, *given: Any, **more: Any) -> Tensor:
         """Logits [rows, vocab], float32; takes what `hidden` takes."""

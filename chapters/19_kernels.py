@@ -14,6 +14,7 @@ from minivllm.model import ModelConfig
 smollm2 = ModelConfig(49_152, 576, 1_536, 30, 9, 3, head_dim=64, max_context=8_192)
 
 # %% name="bytes"
+READS = 25e9  # bytes a second
 attention = (
     smollm2.hidden_size
     * smollm2.head_dim
@@ -28,12 +29,14 @@ layers, head = (
 for requests in (1, 8, 16):
     contexts = requests * 494 * smollm2.kv_bytes_per_token(4)
     parts = {"layers": 4 * layers, "head": 4 * head, "contexts": contexts}
-    print(f"{requests:2} requests, MB:", {n: round(b / 1e6) for n, b in parts.items()})
+    least = f"{1e3 * sum(parts.values()) / READS:.0f} ms at {READS / 1e9:.0f} GB/s"
+    megabytes = {name: round(b / 1e6) for name, b in parts.items()}
+    print(f"{requests:2} requests, MB: {megabytes}, {least}")
 
 # %% [markdown]
 # In float32 a step reads [425](#bytes) MB of layers, [113](#bytes) MB of head, and at sixteen
 # requests [364](#bytes) MB of keys and values. Two cores of the machine of this book's records read
-# about 20 GB a second. That makes 28 milliseconds for one request, and 45 for sixteen.
+# about [25](#bytes) GB a second, at best. That makes [22](#bytes) milliseconds for one request, and [36](#bytes) for sixteen.
 #
 # A record of `minivllm bench engine` on that machine says what a step takes if PyTorch does all of
 # it, with the layers of chapter 5:
@@ -72,7 +75,7 @@ print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
 print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# [85](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
+# [53](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
@@ -515,6 +518,7 @@ print("like PyTorch:", bool((rounded == numbers.bfloat16()).all()))
 # %% export="vectors.py" tags=["hide-input"]
 FLOAT, INT, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 LOOSE = ("fast",)  # sums in any order, as in all kernels
+LINE_BITS = 512  # what memory brings at a time
 
 
 class Vector(types.Type):
@@ -742,7 +746,7 @@ class Reader:
 
     def ask(self, slot: Any, head_dim: int) -> None:
         """Let memory bring a head."""
-        for j in range(0, head_dim, 512 // self.kind.dtype.bitwidth):
+        for j in range(0, head_dim, LINE_BITS // self.kind.dtype.bitwidth):
             self.writer.ask(self.at(slot, j))
 
 
@@ -875,13 +879,13 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
         tables: Any,
         pieces: Any,
         found: Any,
-        sums: Any,
+        log_sums: Any,
     ) -> None:
         """What a query finds in a piece; the logarithms of the sums of weights.
 
         `heads` [any, lanes] begin with the queries; keys and values are [slots,
         kv_heads * head_dim]; tables and pieces are a `StepPlan`'s. The results go to
-        `found` [pieces, heads, head_dim] and `sums` [pieces, heads].
+        `found` [pieces, heads, head_dim] and `log_sums` [pieces, heads].
         """
         num_heads = found.shape[1]
         lane, table, start, end = pieces[piece]
@@ -895,7 +899,7 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
             column = head // group * head_dim
             score(asked, head, keys, column, slots, scores, shape)
             for h in range(head, head + heads_at_once):
-                sums[piece, h] = weigh(scores[h, : len(slots)])
+                log_sums[piece, h] = weigh(scores[h, : len(slots)])
             average(scores, head, values, column, slots, found[piece], shape)
 
     return shared(attend)
@@ -905,6 +909,7 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
 # The plan of a step says which pieces there are, and who reads them. Two cases have several readers. Contexts that
 # share pages are one piece up to where they part. And the new tokens of a prompt read the same
 # context, each up to itself: they do so together, sixteen at a time, up to the last of the sixteen.
+# Such pieces are longer, because there is more to do in each.
 
 
 # %% export="kernels_numba.py"
@@ -957,7 +962,8 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
             add_chunk(chunk, table, runs, readers)
     owners = np.array([lane for lane, *_ in [*pieces, *readers]])
     counts = np.bincount(owners)
-    counts[[lane for lane, *_ in pieces]] += 1  # these are never alone
+    ends = counts.cumsum()
+    counts[owners[: len(pieces)]] += 1  # these are never alone
     return StepPlan(
         *(plan.positions, plan.write_slots, plan.chunks),
         slots=plan.write_slots.numpy(),
@@ -966,7 +972,7 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         runs=np.array(runs, np.int64).reshape(-1, 5),
         readers=np.array(readers, np.int64).reshape(-1, 2),
         order=np.argsort(owners, kind="stable"),
-        ends=np.bincount(owners).cumsum(),
+        ends=ends,
         merged=np.flatnonzero(counts > 1),
     )
 
@@ -1079,7 +1085,7 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
                 taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
-            for k in range(0, many * wide, 512 // bits):
+            for k in range(0, many * wide, LINE_BITS // bits):
                 j = b.add(b.mul(i, index(many)), index(k))
                 writer.ask(writer.address(rows, weight, later, j))
         for place, row in zip(places, sums, strict=True):
@@ -1137,7 +1143,7 @@ def _tile(
                     at = writer.address(rows, w, *place_of[:: -1 if turned else 1])
                     weight = writer.spread(b.load(at), lanes)
                     b.store(writer.multiply_add(weight, taken, b.load(total)), total)
-            for k in range(0, 2 * many if bits else 0, 512 // (bits or 1)):
+            for k in range(0, 2 * many if bits else 0, LINE_BITS // (bits or 1)):
                 j = b.add(b.mul(i, index(many)), index(k))
                 writer.ask(writer.address(coming, later, next_row, j))
         for r, total in enumerate(totals):
@@ -1258,7 +1264,7 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         runs: Any,
         readers: Any,
         found: Any,
-        sums: Any,
+        log_sums: Any,
         ends: Any,
         out: Any,
     ) -> None:
@@ -1302,7 +1308,7 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                         out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
             else:
                 for i in range(len(some)):
-                    sums[first + i, head] = largest[lane + i]
+                    log_sums[first + i, head] = largest[lane + i]
                     for j in range(head_dim):
                         found[first + i, head, j] = asked[j, lane + i]
 
@@ -1344,19 +1350,19 @@ def make_tiles(turned: int) -> Callable[..., None]:
 # %% export="kernels_numba.py"
 @shared
 def merge(
-    head: Any, found: Any, sums: Any, merged: Any, order: Any, ends: Any, out: Any
+    head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
-    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums."""
+    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums of weights."""
     head_dim = found.shape[2]
     average = np.empty(head_dim, np.float32)
     for lane in merged:
         pieces = order[ends[lane - 1] if lane else 0 : ends[lane]]
         largest, total = Float(-3.4e38), Float(0)
         for piece in pieces:
-            largest = larger(largest, sums[piece, head])
+            largest = larger(largest, log_sums[piece, head])
         average[:] = 0
         for piece in pieces:
-            weight, part = exp(sums[piece, head] - largest), found[piece, head]
+            weight, part = exp(log_sums[piece, head] - largest), found[piece, head]
             total += weight
             for j in range(head_dim):
                 average[j] += weight * part[j]
@@ -1426,8 +1432,8 @@ def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
 @shared
 def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
     """Each chosen lane as a row, in the format of the result."""
-    for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
-        for row in range(len(chosen)):
+    for row in range(len(chosen)):
+        for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
             put(out, row, i, columns[i, chosen[row]])
 
 
@@ -1560,15 +1566,15 @@ def make_find(head_dim: int, group: int) -> Callable[..., None]:
         """Store each lane's key and value; out: what it finds in its context."""
         slots, tables, pieces, runs, readers, order, ends, merged = plan
         keys, values = memory
-        averages, sums = found
+        averages, log_sums = found
         own, number = len(pieces), keys.shape[1] // head_dim * len(runs)
         write(heads, len(out), slots, keys, values)
-        attend(own, heads, keys, values, tables, pieces, averages, sums)
+        attend(own, heads, keys, values, tables, pieces, averages, log_sums)
         if number:
-            told = averages[own:], sums[own:], ends, out
+            told = averages[own:], log_sums[own:], ends, out
             attend_together(number, heads, keys, values, tables, runs, readers, *told)
         if len(merged):
-            merge(averages.shape[1], averages, sums, merged, order, ends, out)
+            merge(averages.shape[1], averages, log_sums, merged, order, ends, out)
 
     return compiled(find)
 
@@ -1707,6 +1713,7 @@ class CompiledLayers:
     def __init__(self) -> None:
         self._arrays: Kept[PagedAttention, tuple[Layer, Any, Any]] = Kept()
         self._rooms: Kept[Layer, dict[int, Room]] = Kept()
+        self._norms: Kept[RMSNorm, Any] = Kept()
         self._spent = np.zeros(len(PARTS))
 
     def take_seconds(self) -> dict[str, float]:
@@ -1718,6 +1725,7 @@ class CompiledLayers:
     def __call__(
         self,
         layers: Sequence[Layer],
+        norm: RMSNorm,
         x: Tensor,
         memory: Sequence[PagedAttention],
         plan: Plan,
@@ -1727,7 +1735,7 @@ class CompiledLayers:
         """What `run_layers` gives; `rows` are in order."""
         arrays, addresses = self._arrays_of(layers, memory)
         if not isinstance(plan, StepPlan) or arrays is None:
-            return run_layers(layers, x, memory, plan, angles, rows)
+            return run_layers(layers, norm, x, memory, plan, angles, rows)
         layer, lanes = layers[0], lanes_for(len(x))
         room = self._room_for(layer, x)
         turns = as_lanes(angles.cos()), as_lanes(angles.sin())
@@ -1738,8 +1746,9 @@ class CompiledLayers:
             run_all(len(x), tuple(room), arrays[0], addresses, *given)
         else:
             room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
-        np.add(room.stream, room.delta, out=room.stream)
-        return as_rows(room.stream, chosen, x.new_empty(len(rows), x.shape[1]))
+        arrays = room.stream, room.delta, self._norm_of(norm), Float(norm.eps)
+        add_norm(*arrays, room.normal)
+        return as_rows(room.normal, chosen, x.new_empty(len(rows), x.shape[1]))
 
     def _one_by_one(
         self,
@@ -1762,6 +1771,11 @@ class CompiledLayers:
                 _, think = make_layer(room.stream.shape[1], *shape)
             think(number, room, own, given[0], self._spent)
         return room, chosen
+
+    def _norm_of(self, norm: RMSNorm) -> Any:
+        if norm not in self._norms:
+            self._norms[norm] = norm_of((norm, 1))
+        return self._norms[norm]
 
     def _room_for(self, layer: Layer, x: Tensor) -> Room:
         """Room for a stream [tokens, hidden]: again the same for as many lanes.
@@ -1869,7 +1883,7 @@ def make_room(layer: Layer, lanes: int) -> Room:
 
 
 def make_found(layer: Layer, plan: StepPlan) -> tuple[Any, Any]:
-    """Averages [pieces, heads, head_dim], and sums [pieces, heads]."""
+    """Room for averages [pieces, heads, head_dim] and logarithms of sums."""
     num_heads = layer.self_attn.heads[0]
     averages = (len(plan.order), num_heads, layer.self_attn.head_dim)
     return np.empty(averages, np.float32), np.empty(averages[:2], np.float32)
@@ -1973,28 +1987,28 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
         )
 
 # %% [markdown]
-# A norm takes [11](#won) microseconds instead of [85](#won), and adds to the stream besides. Contexts are read at
-# [12.7](#won) GB a second instead of [4.3](#won), and the weights of one request about as fast as memory gives them,
-# in either format. With sixteen requests the 16-bit products take [32](#won) ms and the others [38](#won) ms, with
-# half the bytes: reading is not all of it any more.
+# A norm takes [5](#won) microseconds instead of [53](#won), and adds to the stream besides. Contexts are read at
+# [16.2](#won) GB a second instead of [7.8](#won), and the weights of one request in float32 as fast as memory gives them.
+# With sixteen requests, half the bytes win nothing any more: the 16-bit products take [37](#won) ms, and the
+# others [30](#won). Every weight is multiplied sixteen times, and that is what the cores do then.
 #
-# How far is a step from what its bytes need, at 20 GB a second?
+# How far is a step from what its bytes need, at 25 GB a second?
 
 # %% name="bound"
 for dtype, size in (("float32", 4), ("bfloat16", 2)):
     for requests in (1, 8, 16):
         read = size * (layers + head + requests * 494 * smollm2.kv_bytes_per_token(1))
         step = sum(breakdowns[dtype, "auto", requests].values())
-        least = read / 20e9
+        least = read / READS
         print(
             f"{dtype:8} {requests:2} requests: {1e3 * step:.0f} ms, "
             f"bytes alone {1e3 * least:.0f} ms, {step / least:.1f} times"
         )
 most = breakdowns["float32", "auto", 16]
 excess = {
-    "products": most["products"] - 4 * layers / 20e9,
-    "head": most["head"] - 4 * head / 20e9,
-    "contexts": most["attention"] - CONTEXTS / 20e9,
+    "products": most["products"] - 4 * layers / READS,
+    "head": most["head"] - 4 * head / READS,
+    "contexts": most["attention"] - CONTEXTS / READS,
 }
 print("above their bytes, ms:", {n: round(1e3 * s) for n, s in excess.items()})
 
@@ -2020,11 +2034,11 @@ for (dtype, who, requests), parts in breakdowns.items():
 # Least is won where a prompt is computed in float32. There both sides call the same product of the same
 # library, which takes most of the time; what is won lies between the products, and in a last layer whose MLP
 # computes one token instead of 512. Scheduling and cache are the Python of chapters 3 to
-# 7: a small share, for all they decide. The Python that calls the kernels is a larger one, and the faster the
-# kernels, the larger.
+# 7: a small share, for all they decide. The Python around the kernels is a larger one, although it calls but
+# one: it makes the plan, looks up the embeddings, turns the results. The faster the kernels, the larger its share.
 #
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
-# and the step is faster than the same step with sixteen copies (in most readings: the spread is wide). Prefix reuse is said to save prefill. Here
+# and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
 # it saves decode time too, because the scheduler gave the requests the same *pages*, and not only equal ones.
 # The better a step reads its contexts, the less there is left to save: sharing takes memory traffic away, and
 # the products stay.
@@ -2039,7 +2053,8 @@ for (dtype, who, requests), parts in breakdowns.items():
 # bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16
 # on a CPU; on a GPU the page table is followed by nobody
 # yet, and contexts are gathered. And the first
-# step after an installation waits for the compiler, up to a quarter of a minute, once for each format and number of lanes.
+# step after an installation waits for the compiler, some twenty seconds, and a new format or number of lanes some
+# more.
 #
 # ## Exercises
 #

@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (2d8c081c): edit the chapter.
+# Exported from chapters/19_kernels.py (b7ff32a4): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
@@ -164,13 +164,13 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
         tables: Any,
         pieces: Any,
         found: Any,
-        sums: Any,
+        log_sums: Any,
     ) -> None:
         """What a query finds in a piece; the logarithms of the sums of weights.
 
         `heads` [any, lanes] begin with the queries; keys and values are [slots,
         kv_heads * head_dim]; tables and pieces are a `StepPlan`'s. The results go to
-        `found` [pieces, heads, head_dim] and `sums` [pieces, heads].
+        `found` [pieces, heads, head_dim] and `log_sums` [pieces, heads].
         """
         num_heads = found.shape[1]
         lane, table, start, end = pieces[piece]
@@ -184,7 +184,7 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
             column = head // group * head_dim
             score(asked, head, keys, column, slots, scores, shape)
             for h in range(head, head + heads_at_once):
-                sums[piece, h] = weigh(scores[h, : len(slots)])
+                log_sums[piece, h] = weigh(scores[h, : len(slots)])
             average(scores, head, values, column, slots, found[piece], shape)
 
     return shared(attend)
@@ -239,7 +239,8 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
             add_chunk(chunk, table, runs, readers)
     owners = np.array([lane for lane, *_ in [*pieces, *readers]])
     counts = np.bincount(owners)
-    counts[[lane for lane, *_ in pieces]] += 1  # these are never alone
+    ends = counts.cumsum()
+    counts[owners[: len(pieces)]] += 1  # these are never alone
     return StepPlan(
         *(plan.positions, plan.write_slots, plan.chunks),
         slots=plan.write_slots.numpy(),
@@ -248,7 +249,7 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
         runs=np.array(runs, np.int64).reshape(-1, 5),
         readers=np.array(readers, np.int64).reshape(-1, 2),
         order=np.argsort(owners, kind="stable"),
-        ends=np.bincount(owners).cumsum(),
+        ends=ends,
         merged=np.flatnonzero(counts > 1),
     )
 
@@ -388,7 +389,7 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         runs: Any,
         readers: Any,
         found: Any,
-        sums: Any,
+        log_sums: Any,
         ends: Any,
         out: Any,
     ) -> None:
@@ -432,7 +433,7 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
                         out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
             else:
                 for i in range(len(some)):
-                    sums[first + i, head] = largest[lane + i]
+                    log_sums[first + i, head] = largest[lane + i]
                     for j in range(head_dim):
                         found[first + i, head, j] = asked[j, lane + i]
 
@@ -468,19 +469,19 @@ def make_tiles(turned: int) -> Callable[..., None]:
 
 @shared
 def merge(
-    head: Any, found: Any, sums: Any, merged: Any, order: Any, ends: Any, out: Any
+    head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
-    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums."""
+    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums of weights."""
     head_dim = found.shape[2]
     average = np.empty(head_dim, np.float32)
     for lane in merged:
         pieces = order[ends[lane - 1] if lane else 0 : ends[lane]]
         largest, total = Float(-3.4e38), Float(0)
         for piece in pieces:
-            largest = larger(largest, sums[piece, head])
+            largest = larger(largest, log_sums[piece, head])
         average[:] = 0
         for piece in pieces:
-            weight, part = exp(sums[piece, head] - largest), found[piece, head]
+            weight, part = exp(log_sums[piece, head] - largest), found[piece, head]
             total += weight
             for j in range(head_dim):
                 average[j] += weight * part[j]
@@ -542,8 +543,8 @@ def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
 @shared
 def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
     """Each chosen lane as a row, in the format of the result."""
-    for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
-        for row in range(len(chosen)):
+    for row in range(len(chosen)):
+        for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
             put(out, row, i, columns[i, chosen[row]])
 
 
@@ -645,15 +646,15 @@ def make_find(head_dim: int, group: int) -> Callable[..., None]:
         """Store each lane's key and value; out: what it finds in its context."""
         slots, tables, pieces, runs, readers, order, ends, merged = plan
         keys, values = memory
-        averages, sums = found
+        averages, log_sums = found
         own, number = len(pieces), keys.shape[1] // head_dim * len(runs)
         write(heads, len(out), slots, keys, values)
-        attend(own, heads, keys, values, tables, pieces, averages, sums)
+        attend(own, heads, keys, values, tables, pieces, averages, log_sums)
         if number:
-            told = averages[own:], sums[own:], ends, out
+            told = averages[own:], log_sums[own:], ends, out
             attend_together(number, heads, keys, values, tables, runs, readers, *told)
         if len(merged):
-            merge(averages.shape[1], averages, sums, merged, order, ends, out)
+            merge(averages.shape[1], averages, log_sums, merged, order, ends, out)
 
     return compiled(find)
 
@@ -750,6 +751,7 @@ class CompiledLayers:
     def __init__(self) -> None:
         self._arrays: Kept[PagedAttention, tuple[Layer, Any, Any]] = Kept()
         self._rooms: Kept[Layer, dict[int, Room]] = Kept()
+        self._norms: Kept[RMSNorm, Any] = Kept()
         self._spent = np.zeros(len(PARTS))
 
     def take_seconds(self) -> dict[str, float]:
@@ -761,6 +763,7 @@ class CompiledLayers:
     def __call__(
         self,
         layers: Sequence[Layer],
+        norm: RMSNorm,
         x: Tensor,
         memory: Sequence[PagedAttention],
         plan: Plan,
@@ -770,7 +773,7 @@ class CompiledLayers:
         """What `run_layers` gives; `rows` are in order."""
         arrays, addresses = self._arrays_of(layers, memory)
         if not isinstance(plan, StepPlan) or arrays is None:
-            return run_layers(layers, x, memory, plan, angles, rows)
+            return run_layers(layers, norm, x, memory, plan, angles, rows)
         layer, lanes = layers[0], lanes_for(len(x))
         room = self._room_for(layer, x)
         turns = as_lanes(angles.cos()), as_lanes(angles.sin())
@@ -781,8 +784,9 @@ class CompiledLayers:
             run_all(len(x), tuple(room), arrays[0], addresses, *given)
         else:
             room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
-        np.add(room.stream, room.delta, out=room.stream)
-        return as_rows(room.stream, chosen, x.new_empty(len(rows), x.shape[1]))
+        arrays = room.stream, room.delta, self._norm_of(norm), Float(norm.eps)
+        add_norm(*arrays, room.normal)
+        return as_rows(room.normal, chosen, x.new_empty(len(rows), x.shape[1]))
 
     def _one_by_one(
         self,
@@ -805,6 +809,11 @@ class CompiledLayers:
                 _, think = make_layer(room.stream.shape[1], *shape)
             think(number, room, own, given[0], self._spent)
         return room, chosen
+
+    def _norm_of(self, norm: RMSNorm) -> Any:
+        if norm not in self._norms:
+            self._norms[norm] = norm_of((norm, 1))
+        return self._norms[norm]
 
     def _room_for(self, layer: Layer, x: Tensor) -> Room:
         """Room for a stream [tokens, hidden]: again the same for as many lanes.
@@ -912,7 +921,7 @@ def make_room(layer: Layer, lanes: int) -> Room:
 
 
 def make_found(layer: Layer, plan: StepPlan) -> tuple[Any, Any]:
-    """Averages [pieces, heads, head_dim], and sums [pieces, heads]."""
+    """Room for averages [pieces, heads, head_dim] and logarithms of sums."""
     num_heads = layer.self_attn.heads[0]
     averages = (len(plan.order), num_heads, layer.self_attn.head_dim)
     return np.empty(averages, np.float32), np.empty(averages[:2], np.float32)

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (6a967da9): edit the chapter.
+# Exported from chapters/05_model.py (c7c4fa21): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -198,13 +198,14 @@ class Layer(nn.Module):
 
 def run_layers(
     layers: Sequence[Layer],
+    norm: RMSNorm,
     x: Tensor,
     memory: Sequence[PagedAttention],
     plan: Plan,
     angles: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """The stream after all layers: [tokens, hidden] -> [rows, hidden].
+    """All layers, and the last norm: the stream [tokens, hidden] -> [rows, hidden].
 
     `angles` are [tokens, head_dim / 2].
     """
@@ -212,7 +213,8 @@ def run_layers(
     for layer, layer_memory in zip(layers, memory, strict=True):
         wanted = rows if layer is layers[-1] else None
         x = layer(x, layer_memory, plan, (cos, sin), wanted)
-    return x
+    normal: Tensor = norm(x)
+    return normal
 
 
 Run = Callable[..., Tensor]  # of what `run_layers` takes
@@ -241,9 +243,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """What the head makes logits of: rows of the batch, [rows, hidden]."""
         angles = plan.positions[:, None] * self.frequencies.to(token_ids.device)
-        x = run(self.layers, self.embed_tokens(token_ids), memory, plan, angles, rows)
-        normal: Tensor = self.norm(x)
-        return normal
+        x = self.embed_tokens(token_ids)
+        return run(self.layers, self.norm, x, memory, plan, angles, rows)
 
     def forward(self, *given: Any, **more: Any) -> Tensor:
         """Logits [rows, vocab], float32; takes what `hidden` takes."""

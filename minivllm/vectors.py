@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (32197156): edit the chapter.
+# Exported from chapters/19_kernels.py (dc0cd087): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
@@ -229,6 +229,7 @@ def _put(array: Any, i: int, j: int, number: Any) -> Any:
 
 FLOAT, INT, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 LOOSE = ("fast",)  # sums in any order, as in all kernels
+LINE_BITS = 512  # what memory brings at a time
 
 
 class Vector(types.Type):
@@ -428,7 +429,7 @@ class Reader:
 
     def ask(self, slot: Any, head_dim: int) -> None:
         """Let memory bring a head."""
-        for j in range(0, head_dim, 512 // self.kind.dtype.bitwidth):
+        for j in range(0, head_dim, LINE_BITS // self.kind.dtype.bitwidth):
             self.writer.ask(self.at(slot, j))
 
 
@@ -541,7 +542,7 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
                 taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
-            for k in range(0, many * wide, 512 // bits):
+            for k in range(0, many * wide, LINE_BITS // bits):
                 j = b.add(b.mul(i, index(many)), index(k))
                 writer.ask(writer.address(rows, weight, later, j))
         for place, row in zip(places, sums, strict=True):
@@ -590,7 +591,7 @@ def _tile(
                     at = writer.address(rows, w, *place_of[:: -1 if turned else 1])
                     weight = writer.spread(b.load(at), lanes)
                     b.store(writer.multiply_add(weight, taken, b.load(total)), total)
-            for k in range(0, 2 * many if bits else 0, 512 // (bits or 1)):
+            for k in range(0, 2 * many if bits else 0, LINE_BITS // (bits or 1)):
                 j = b.add(b.mul(i, index(many)), index(k))
                 writer.ask(writer.address(coming, later, next_row, j))
         for r, total in enumerate(totals):

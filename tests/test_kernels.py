@@ -240,12 +240,14 @@ def test_all_layers_at_once(num_tokens, kind):
     asked = torch.tensor([*range(num_tokens)][:: 1 if num_tokens % 2 else 3])
     x, angles = torch.randn(num_tokens, 48), torch.randn(num_tokens, 4)
     with torch.inference_mode():
-        wanted = run_layers(decoder.layers, x.clone(), memory, plan, angles, asked)
+        known = memory, plan, angles, asked
+        wanted = run_layers(decoder.layers, decoder.norm, x.clone(), *known)
         kept = [(layer.keys.clone(), layer.values.clone()) for layer in memory]
         own = kernels.arrange(plan, 16, memory[0].keys)
         assert isinstance(own, kernels.StepPlan)
         assert all(kernels.has_kernels(layer) for layer in decoder.layers)
-        found = OURS[torch.float32].run(decoder.layers, x, memory, own, angles, asked)
+        known = memory, own, angles, asked
+        found = OURS[torch.float32].run(decoder.layers, decoder.norm, x, *known)
         assert close(found, wanted, torch.float32)
         for layer, (keys, values) in zip(memory, kept, strict=True):
             assert close(layer.keys, keys, torch.float32)
