@@ -2634,8 +2634,8 @@ def _trial(work: Callable[[], Any], num_ops: int) -> Trial:
 
 
 # %% [markdown]
-# For the breakdown clocks are put around the parts of a step. What is left of the forward pass is
-# Python; what is left of the step is scheduling and the cache.
+# For the breakdown clocks are put around the parts of a step (chapter 19's kernels have their own). What is
+# left of the forward pass is Python; what is left of the step is scheduling and the cache.
 
 
 # %% export="bench_engine.py" tags=["hide-input"]

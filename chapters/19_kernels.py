@@ -75,7 +75,7 @@ print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
 print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# [53](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
+# [74](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
@@ -1352,7 +1352,7 @@ def make_tiles(turned: int) -> Callable[..., None]:
 def merge(
     head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
-    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums of weights."""
+    """out [heads * head_dim, lanes]: a head's pieces, by their sums of weights."""
     head_dim = found.shape[2]
     average = np.empty(head_dim, np.float32)
     for lane in merged:
@@ -1489,7 +1489,7 @@ for name, size in (("4 kB", 2**12), ("2 MB", 2**21)):
 
 # %% export="kernels_numba.py"
 class LargePages:
-    """Memory for tensors, side by side in blocks that the system may back by 2 MB pages.
+    """Memory for tensors, side by side in blocks that may lie in pages of 2 MB.
 
     A block lives as long as one of its tensors.
     """
@@ -1987,10 +1987,10 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
         )
 
 # %% [markdown]
-# A norm takes [5](#won) microseconds instead of [53](#won), and adds to the stream besides. Contexts are read at
-# [16.2](#won) GB a second instead of [7.8](#won), and the weights of one request in float32 as fast as memory gives them.
-# With sixteen requests, half the bytes win nothing any more: the 16-bit products take [37](#won) ms, and the
-# others [30](#won). Every weight is multiplied sixteen times, and that is what the cores do then.
+# A norm takes [8](#won) microseconds instead of [74](#won), and adds to the stream besides. Contexts are read at
+# [17.3](#won) GB a second instead of [7.7](#won), and the weights of one request in float32 as fast as memory gives them.
+# With sixteen requests, half the bytes win nothing any more: the 16-bit products take [31](#won) ms, and the
+# others [27](#won). Every weight is multiplied sixteen times, and that is what the cores do then.
 #
 # How far is a step from what its bytes need, at 25 GB a second?
 

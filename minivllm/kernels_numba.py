@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (b7ff32a4): edit the chapter.
+# Exported from chapters/19_kernels.py (4d883e41): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
@@ -471,7 +471,7 @@ def make_tiles(turned: int) -> Callable[..., None]:
 def merge(
     head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
-    """out [heads * head_dim, lanes]: averages of a head's pieces, by their sums of weights."""
+    """out [heads * head_dim, lanes]: a head's pieces, by their sums of weights."""
     head_dim = found.shape[2]
     average = np.empty(head_dim, np.float32)
     for lane in merged:
@@ -583,7 +583,7 @@ def read_product(
 
 
 class LargePages:
-    """Memory for tensors, side by side in blocks that the system may back by 2 MB pages.
+    """Memory for tensors, side by side in blocks that may lie in pages of 2 MB.
 
     A block lives as long as one of its tensors.
     """
