@@ -99,6 +99,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 import torch
+from filelock import FileLock
 from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import njit, types
@@ -124,8 +125,21 @@ def compiled(function: Kernel, inline: str = "never") -> Kernel:
     rules: Any = {"fastmath": True, "error_model": "numpy", "cache": True}
     made: Any = njit(**rules | {"inline": inline})(function)
     label = label_of(function)
-    made._cache._index_key = lambda sig, gen: (sig, gen.magic_tuple(), label)
+    kept = made._cache
+    kept._index_key = lambda sig, gen: (sig, gen.magic_tuple(), label)
+    kept.save_overload = one_at_a_time(kept.save_overload, Path(kept.cache_path))
     return cast(Kernel, made)
+
+
+def one_at_a_time(save: Callable[..., None], folder: Path) -> Callable[..., None]:
+    """Saves for one process after the other: two would choose the same file's name."""
+
+    def save_alone(*given: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "kernels.lock"):
+            save(*given)
+
+    return save_alone
 
 
 @cache

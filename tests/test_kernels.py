@@ -5,6 +5,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -360,3 +362,22 @@ def test_what_is_compiled_is_found_again(tmp_path):
         subprocess.run(run, check=True, env={**os.environ, "NUMBA_CACHE_DIR": tmp_path})
         kept.append(sorted(path.name for path in tmp_path.rglob("*.nb[ic]")))
     assert len(kept[0]) > 2 and kept[0] == kept[1]
+
+
+def test_kernels_are_saved_by_one_at_a_time(tmp_path):
+    """Two processes that read Numba's index at once would write to one file."""
+    index = tmp_path / "index"
+    index.write_text("0")
+
+    def save():
+        known = int(index.read_text())
+        time.sleep(0.01)
+        index.write_text(str(known + 1))
+
+    savers = [vectors.one_at_a_time(save, tmp_path) for _ in range(8)]
+    threads = [threading.Thread(target=saver) for saver in savers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert index.read_text() == "8"
