@@ -342,6 +342,7 @@ def test_kernels_keep_no_memory_alive():
     del runner
     gc.collect()
     assert memory() is None and not ours.run._arrays
+    assert not ours.run._rooms and not ours.run._norms
 
 
 COMPILE = """
