@@ -1044,7 +1044,7 @@ from torch import Tensor
 
 from minivllm.batch import Chunk
 from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
-from minivllm.runner import greedy
+from minivllm.runner import find_largest, greedy
 
 Head = Callable[[Tensor], Tensor]  # what makes logits of rows
 
@@ -1108,7 +1108,7 @@ class Sampler:
 
     def _choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
         logits = bend(logits, chunks)
-        tokens = logits.argmax(-1)
+        tokens = find_largest(logits)[:, 0]
         rows = [i for i, c in enumerate(chunks) if c.params.temperature >= GREEDY_BELOW]
         if rows:
             likely = keep_likely(logits[rows], [chunks[i].params for i in rows])

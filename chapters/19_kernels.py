@@ -303,10 +303,10 @@ now = cast(Any, _now)  # seconds, by the team's clock; without a team there is n
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
@@ -596,6 +596,16 @@ class Writer:
             one, nothing, ir.Constant(zeros, [0] * lanes)
         )
 
+    def split(self, rows: Sequence[Any], room: Any) -> None:
+        """32 numbers of 16 bits from each address on -> 16 even ones, 16 odd ones."""
+        b, words = self.builder, ir.VectorType(INT, 16)
+        upper, by = (ir.Constant(words, [n] * 16) for n in (0xFFFF0000, 16))
+        for r, at in enumerate(rows):
+            both = b.load(b.bitcast(at, words.as_pointer()), align=2)
+            for k, half in enumerate((b.shl(both, by), b.and_(both, upper))):
+                there = b.gep(room, [self.index(32 * r + 16 * k)])
+                b.store(half, b.bitcast(there, words.as_pointer()), align=4)
+
     def zero(self, lanes: int) -> Any:
         """0 in all lanes."""
         return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
@@ -684,24 +694,6 @@ def _larger(typing: Any, a: Any, b: Any) -> Any:
 load, store, larger = cast(Any, (_load, _store, _larger))
 
 
-def widened(weight: Any, first: int, room: Any) -> Any:
-    """Rows of a weight from `first` on, as float32: an array, and where they begin."""
-
-
-@overload(widened)
-def _widened(weight: Any, first: int, room: Any) -> Any:
-    def whole(weight: Any, first: int, room: Any) -> Any:
-        return weight, first
-
-    def half(weight: Any, first: int, room: Any) -> Any:
-        for r in range(len(room)):
-            for i in range(0, room.shape[1], 16):
-                store(room, r, i, load(weight, first + r, i, 16))
-        return room, 0
-
-    return whole if isinstance(weight.dtype, types.Float) else half
-
-
 # %% [markdown]
 # ## Attention where the pages lie
 #
@@ -719,8 +711,8 @@ def _widened(weight: Any, first: int, room: Any) -> Any:
 # So a score is a sum along a vector, and such a sum is dear: four times its halves are added. Eight of them
 # at once are cheaper. Two vectors of halves fit into one, and that into half of another, so that a quarter
 # of the additions is left (`sums`, above). Eight slots and the three heads that share a key make twenty-four
-# sums, all in registers. And an average grows in registers too, for all heads of a group at once, and is
-# written when the piece is done.
+# sums, all in registers. An average grows in registers too, for all heads of a group at once. And the groups take turns
+# every few slots: the heads of a slot lie side by side, and memory is quickest if what lies side by side is read together.
 
 
 # %% export="vectors.py" tags=["hide-input"]
@@ -772,38 +764,37 @@ def _score(
     keys: Any,
     column: Any,
     slots: Any,
+    first: Any,
     scores: Any,
     shape: Any,
 ) -> Any:
     """scores[head + g, i] = asked[head + g] * the key in slots[i], from `column` on.
 
-    `shape` is (heads, slots at a time, head_dim, lanes).
+    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, lanes).
     """
     group, many, head_dim, lanes = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        queries, first, memory, start, places, told, _ = given
+        queries, start, memory, begin, places, i, told, _ = given
         index, b = writer.index, writer.builder
-        reader = Reader(writer, (keys, memory), (slots, places), start)
-        heads = [b.add(first, index(g)) for g in range(group)]
-        steps = (index(0), reader.number, index(many))
-        with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
-            some = [reader.slot(i, n) for n in range(many)]
-            for n in range(many):
-                reader.ask(reader.slot(i, many + n), head_dim)
-            sums = [[writer.zero(lanes)] * many for _ in heads]
-            for j in range(0, head_dim, lanes):
-                places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
-                wanted = [writer.load(at, 32, lanes) for at in places_of]
-                for n, slot in enumerate(some):
-                    key = reader.read(slot, j, lanes)
-                    for own, query in zip(sums, wanted, strict=True):
-                        own[n] = writer.multiply_add(query, key, own[n])
-            for own, h in zip(sums, heads, strict=True):
-                writer.store(writer.sums(own), writer.address(scores, told, h, i))
+        reader = Reader(writer, (keys, memory), (slots, places), begin)
+        heads = [b.add(start, index(g)) for g in range(group)]
+        some = [reader.slot(i, n) for n in range(many)]
+        for n in range(many):
+            reader.ask(reader.slot(i, many + n), head_dim)
+        sums = [[writer.zero(lanes)] * many for _ in heads]
+        for j in range(0, head_dim, lanes):
+            places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
+            wanted = [writer.load(at, 32, lanes) for at in places_of]
+            for n, slot in enumerate(some):
+                key = reader.read(slot, j, lanes)
+                for own, query in zip(sums, wanted, strict=True):
+                    own[n] = writer.multiply_add(query, key, own[n])
+        for own, h in zip(sums, heads, strict=True):
+            writer.store(writer.sums(own), writer.address(scores, told, h, i))
 
     i = types.intp
-    return written(types.void, [asked, i, keys, i, slots, scores, shape], write)
+    return written(types.void, [asked, i, keys, i, slots, i, scores, shape], write)
 
 
 @intrinsic(prefer_literal=True)
@@ -814,38 +805,45 @@ def _average(
     values: Any,
     column: Any,
     slots: Any,
+    first: Any,
+    end: Any,
     out: Any,
     shape: Any,
 ) -> Any:
-    """out[head + g] = the sum of scores[head + g, i] * the value in slots[i].
+    """out[head + g] += the sum of scores[head + g, i] * the value in slots[i].
 
-    `shape` is (heads, slots at a time, head_dim, lanes).
+    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, lanes).
     """
     group, _, head_dim, lanes = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weights, first, memory, start, places, told, _ = given
+        weights, start, memory, begin, places, from_slot, to_slot, told, _ = given
         index, b = writer.index, writer.builder
-        reader = Reader(writer, (values, memory), (slots, places), start)
-        heads = [b.add(first, index(g)) for g in range(group)]
-        parts, none = range(0, head_dim, lanes), writer.zero(lanes)
-        totals = [[cgutils.alloca_once_value(b, none) for _ in parts] for _ in heads]
-        steps = (index(0), reader.number, index(1))
+        reader = Reader(writer, (values, memory), (slots, places), begin)
+        heads = [b.add(start, index(g)) for g in range(group)]
+        parts = [index(j) for j in range(0, head_dim, lanes)]
+        places_of = [[writer.address(out, told, h, j) for j in parts] for h in heads]
+        totals = [
+            [cgutils.alloca_once_value(b, writer.load(at, 32, lanes)) for at in row]
+            for row in places_of
+        ]
+        steps = (from_slot, to_slot, index(1))
         with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
             slot = reader.slot(i, 0)
             reader.ask(reader.slot(i, AHEAD), head_dim)
-            found = [reader.read(slot, j, lanes) for j in parts]
+            found = [reader.read(slot, j, lanes) for j in range(0, head_dim, lanes)]
             for own, h in zip(totals, heads, strict=True):
                 share = b.load(writer.address(scores, weights, h, i))
                 share = writer.spread(share, lanes)
                 for total, value in zip(own, found, strict=True):
                     b.store(writer.multiply_add(share, value, b.load(total)), total)
-        for own, h in zip(totals, heads, strict=True):
-            for total, j in zip(own, parts, strict=True):
-                writer.store(b.load(total), writer.address(out, told, h, index(j)))
+        for own, row in zip(totals, places_of, strict=True):
+            for total, at in zip(own, row, strict=True):
+                writer.store(b.load(total), at)
 
     i = types.intp
-    return written(types.void, [scores, i, values, i, slots, out, shape], write)
+    kinds = [scores, i, values, i, slots, i, i, out, shape]
+    return written(types.void, kinds, write)
 
 
 score, average = cast(Any, (_score, _average))
@@ -879,6 +877,9 @@ def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
     return heads, slots, head_dim, lanes
 
 
+STRIP = 16  # slots that are averaged for a head before the next
+
+
 @cache
 def make_attend(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for one shape of heads: loops of known length become registers."""
@@ -909,12 +910,19 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
             for j in range(head_dim):
                 asked[head, j] = heads[head * head_dim + j, lane] * scale
         scores = np.empty((num_heads, len(slots) + slots_at_once), np.float32)
-        for head in range(0, num_heads, heads_at_once):
-            column = head // group * head_dim
-            score(asked, head, keys, column, slots, scores, shape)
-            for h in range(head, head + heads_at_once):
-                log_sums[piece, h] = weigh(scores[h, : len(slots)])
-            average(scores, head, values, column, slots, found[piece], shape)
+        for first in range(0, len(slots), slots_at_once):
+            for head in range(0, num_heads, heads_at_once):
+                column = head // group * head_dim
+                score(asked, head, keys, column, slots, first, scores, shape)
+        for head in range(num_heads):
+            log_sums[piece, head] = weigh(scores[head, : len(slots)])
+        told = found[piece]
+        told[:] = 0
+        for first in range(0, len(slots), STRIP):
+            end = min(first + STRIP, len(slots))
+            for head in range(0, num_heads, heads_at_once):
+                column = head // group * head_dim
+                average(scores, head, values, column, slots, first, end, told, shape)
 
     return shared(attend)
 
@@ -974,17 +982,18 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     for table, chunk in enumerate(plan.chunks):
         if chunk.num_new > 1:
             add_chunk(chunk, table, runs, readers)
-    owners = np.array([lane for lane, *_ in [*pieces, *readers]])
+    own, others = as_table(pieces, 4), as_table(readers, 2)
+    owners = np.concatenate((own[:, 0], others[:, 0]))
     counts = np.bincount(owners)
     ends = counts.cumsum()
-    counts[owners[: len(pieces)]] += 1  # these are never alone
+    counts[own[:, 0]] += 1  # these are never alone
     return StepPlan(
         *(plan.positions, plan.write_slots, plan.chunks),
         slots=plan.write_slots.numpy(),
         tables=tables,
-        pieces=np.array(pieces, np.int64).reshape(-1, 4),
-        runs=np.array(runs, np.int64).reshape(-1, 5),
-        readers=np.array(readers, np.int64).reshape(-1, 2),
+        pieces=own,
+        runs=as_table(runs, 5),
+        readers=others,
         order=np.argsort(owners, kind="stable"),
         ends=ends,
         merged=np.flatnonzero(counts > 1),
@@ -994,11 +1003,16 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
 def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
     """The slots of each context, [chunks, longest]; what lies behind one is page 0."""
     num_pages = [-(-chunk.length // page_size) for chunk in chunks]
-    pages = np.zeros((len(chunks), max(num_pages)), np.int64)
-    for row, number, chunk in zip(pages, num_pages, chunks, strict=True):
-        row[:number] = chunk.pages[:number]
-    slots = pages[:, :, None] * page_size + np.arange(page_size)
+    longest = max(num_pages)
+    known = zip(num_pages, chunks, strict=True)
+    rows = ([*chunk.pages[:n], *[0] * (longest - n)] for n, chunk in known)
+    slots = as_table(rows, longest)[:, :, None] * page_size + np.arange(page_size)
     return slots.reshape(len(chunks), -1)
+
+
+def as_table(rows: Iterable[Sequence[int]], width: int) -> Any:
+    """Rows of numbers as an array; quicker than `np.array` finds out what they are."""
+    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, width)
 
 
 Numbers = list[tuple[int, ...]]
@@ -1086,7 +1100,7 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
     def write(writer: Writer, given: Sequence[Any]) -> None:
         weight, start, inputs, told, _ = given
         index, b = writer.index, writer.builder
-        later, none = b.add(start, index(many)), writer.zero(wide)
+        none = writer.zero(wide)
         places = [b.add(start, index(r)) for r in range(many)]
         sums = [
             [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
@@ -1099,9 +1113,9 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
                 taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
-            for k in range(0, many * wide, LINE_BITS // bits):
-                j = b.add(b.mul(i, index(many)), index(k))
-                writer.ask(writer.address(rows, weight, later, j))
+            for place in places:
+                later = b.add(place, index(many))
+                writer.ask(writer.address(rows, weight, later, i))
         for place, row in zip(places, sums, strict=True):
             at = writer.address(out, told, place, index(0))
             writer.store(writer.sums([b.load(total) for total in row]), at)
@@ -1115,70 +1129,129 @@ dots = cast(Any, _dots)
 
 # %% [markdown]
 # From nine tokens on, lanes are better: a weight is spread over all lanes, meets its input of sixteen
-# tokens, and no vector must be added up at the end. Sixteen rows keep sixteen registers of sums busy. A `tile` is
-# this loop. In NumPy it would be one line:
-#
-# `out[place:][:16, lane:][:, :lanes] = rows[first:][:16] @ columns[:, lane:][:, :lanes]`
+# tokens, and no vector must be added up at the end. Sixteen rows keep sixteen registers of sums busy, or eight
+# rows of 32 lanes. Such a block of sums, which stays where it is while weights and inputs pass, is a *tile*:
 
 
 # %% export="vectors.py"
-@intrinsic(prefer_literal=True)
-def _tile(
-    typing: Any,
-    rows: Any,
-    first: Any,
-    columns: Any,
-    lane: Any,
-    out: Any,
-    place: Any,
-    coming: Any,
-    row: Any,
-    shape: Any,
-) -> Any:
-    """`shape` is (rows, lanes, turned): turned, a weight's rows are its columns.
+class Tile:
+    """Writes sums [rows, vectors * wide] that stay in registers."""
 
-    Memory brings `coming`, if any, from `row` on, on and on.
-    """
-    many, lanes, turned = (each.literal_value for each in shape)
-    bits = coming.dtype.bitwidth if isinstance(coming, types.Array) else 0
+    def __init__(self, writer: Writer, num_rows: int, vectors: int, wide: int) -> None:
+        self.writer, self.wide, self.starts = (
+            writer,
+            wide,
+            range(0, vectors * wide, wide),
+        )
+        b, none = writer.builder, writer.zero(wide)
+        self.totals = [
+            [cgutils.alloca_once_value(b, none) for _ in self.starts]
+            for _ in range(num_rows)
+        ]
 
-    def write(writer: Writer, given: Sequence[Any]) -> None:
-        w, start, x, at_lane, told, to, later, next_row, _ = given
-        index, b = writer.index, writer.builder
-        inputs = b.extract_value(writer.array(rows, w).shape, 0 if turned else 1)
-        none = writer.zero(lanes)
-        totals = [cgutils.alloca_once_value(b, none) for _ in range(many)]
-        with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
-            for k in range(2):
-                now = b.add(i, index(k))
-                taken = writer.load(writer.address(columns, x, now, at_lane), 32, lanes)
-                for r, total in enumerate(totals):
-                    place_of = [b.add(start, index(r)), now]
-                    at = writer.address(rows, w, *place_of[:: -1 if turned else 1])
-                    weight = writer.spread(b.load(at), lanes)
-                    b.store(writer.multiply_add(weight, taken, b.load(total)), total)
-            for k in range(0, 2 * many if bits else 0, LINE_BITS // (bits or 1)):
-                j = b.add(b.mul(i, index(many)), index(k))
-                writer.ask(writer.address(coming, later, next_row, j))
-        for r, total in enumerate(totals):
-            at = writer.address(out, told, b.add(to, index(r)), at_lane)
-            writer.store(b.load(total), at)
+    def add(self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, lane: Any) -> None:
+        """To each row: its number, at an address, times x[i, lane:]."""
+        writer, b, taken = self.writer, self.writer.builder, []
+        for start in self.starts:
+            at = writer.address(kind, x, i, b.add(lane, writer.index(start)))
+            taken.append(writer.load(at, 32, self.wide))
+        for at, row in zip(numbers, self.totals, strict=True):
+            number = writer.spread(b.load(at), self.wide)
+            for total, other in zip(row, taken, strict=True):
+                b.store(writer.multiply_add(number, other, b.load(total)), total)
 
-    i = types.intp
-    kinds = [rows, i, columns, i, out, i, coming, i, shape]
-    return written(types.void, kinds, write)
-
-
-tile = cast(Any, _tile)
+    def store(self, kind: Any, out: Any, first: Any, lane: Any) -> None:
+        """As out[first + r, lane:]."""
+        writer, b = self.writer, self.writer.builder
+        for r, row in enumerate(self.totals):
+            for total, start in zip(row, self.starts, strict=True):
+                place = b.add(first, writer.index(r)), b.add(lane, writer.index(start))
+                writer.store(b.load(total), writer.address(kind, out, *place))
 
 
 # %% [markdown]
-# A tile takes single numbers, so sixteen-bit rows are widened first, into a place that stays in the cache.
-# Float32 rows are taken where they are.
+# How does a weight come to a tile in time? If one waits for it, a product takes its reading *plus* its
+# arithmetic, where we want the longer of both. To ask for the next sixteen rows at once does not help:
+
+# %% name="near"
+for width in (smollm2.hidden_size, smollm2.intermediate_size):
+    print(f"16 rows of {width:4} float32: {16 * 4 * width / 1e3:3.0f} KB")
+
+# %% [markdown]
+# The nearest cache of this machine has 48 KB. Next to the present rows the coming [37](#near) are thrown out again before
+# their turn, and the same happens to 16-bit rows if they are widened into a place of their own. Nor does it help to
+# ask for much in a row: a processor keeps track of a dozen or so requests, and at the next one everything waits,
+# the arithmetic too. So a `stream` goes along its rows 32 numbers at a time. It widens only these. It
+# asks for those that come three turns later, one row in each step of the arithmetic, and at the end of the rows for
+# the beginning of the next.
+#
+# Widening has a shortcut. Two neighbours of 16 bits are one word of 32. Its upper half is a float32 as it
+# stands, once the lower is cleared; and its lower half is one when it is moved up. So 32 numbers become two vectors with two instructions, the
+# even ones and the odd ones, which are then met in turn.
+
+
+# %% export="vectors.py"
+TURN, WORDS = 32, 16  # numbers of a row at a time; how many words they are in 16 bits
+SOON = 3 * TURN  # numbers later
+
+
+@intrinsic(prefer_literal=True)
+def _stream(
+    typing: Any, rows: Any, first: Any, columns: Any, lane: Any, out: Any, shape: Any
+) -> Any:
+    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], a tile of it.
+
+    Rows come from memory, in either format, and have 32, 48, 64 … numbers. `shape` is
+    (rows, vectors, wide).
+    """
+    many, *size = (each.literal_value for each in shape)
+    bits = rows.dtype.bitwidth
+    line = LINE_BITS // bits
+    lines = many * TURN // line
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        weight, start, x, at_lane, told, _ = given
+        index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
+        inputs = b.extract_value(writer.array(rows, weight).shape, 1)
+        places = [b.add(start, index(r)) for r in range(many)]
+        room = cgutils.alloca_once(b, FLOAT, size=many * TURN)
+        last, steps = b.sub(inputs, index(TURN)), (index(0), inputs, index(TURN))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (turn, _):
+            i = b.select(b.icmp_signed("<", turn, last), turn, last)
+            words = b.udiv(b.sub(turn, i), index(2)), index(WORDS)  # or half of them
+            if bits == 16:
+                some = [writer.address(rows, weight, place, i) for place in places]
+                writer.split(some, room)
+            later = b.add(i, index(SOON))
+            over = b.icmp_signed(">=", later, inputs)  # then it is the next rows' turn
+            column = b.select(over, b.sub(later, inputs), later)
+            row = b.add(start, b.select(over, index(many), index(0)))
+            with cgutils.for_range_slice(b, *words, index(1), inc=True) as (j, _):
+                first = b.udiv(b.mul(j, index(lines)), index(WORDS))
+                for k in range(max(1, lines // WORDS)):
+                    place = b.mul(b.add(first, index(k)), index(line))
+                    there = b.add(column, b.urem(place, index(TURN)))
+                    asked = b.add(row, b.udiv(place, index(TURN)))
+                    writer.ask(writer.address(rows, weight, asked, there))
+                for k in range(2):
+                    now = b.add(b.add(i, b.mul(j, index(2))), index(k))
+                    if bits == 16:
+                        starts = range(k * WORDS, many * TURN, TURN)
+                        numbers = [b.gep(room, [b.add(j, index(n))]) for n in starts]
+                    else:
+                        numbers = [writer.address(rows, weight, r, now) for r in places]
+                    sums.add(numbers, columns, x, now, at_lane)
+        sums.store(out, told, start, at_lane)
+
+    i = types.intp
+    return written(types.void, [rows, i, columns, i, out, shape], write)
+
+
+stream = cast(Any, _stream)
 
 
 # %% export="kernels_numba.py"
-from minivllm.vectors import as_array, dots, tile, widened
+from minivllm.vectors import TURN, as_array, dots, stream, tile
 
 FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
@@ -1199,16 +1272,16 @@ def product_of_few(lanes: int) -> Callable[..., None]:
 
 def product_of_many(lanes: int) -> Callable[..., None]:
     """A block of a product for more, x [inputs, lanes]."""
-    shape = (ROWS, WIDE, 0)
+    vectors = min(2, lanes // WIDE)
+    rows = ROWS // vectors
+    shape = (rows, vectors, WIDE)
 
     def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        num_outputs, num_inputs = weight.shape
-        room = np.empty((ROWS, num_inputs), np.float32)
-        for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
-            first = min(at, num_outputs - ROWS)  # the last: some of them again
-            rows, start = widened(weight, first, room)
-            for lane in range(0, lanes, WIDE):
-                tile(rows, start, x, lane, out, first, weight, first + ROWS, shape)
+        last = min(len(weight), (block + 1) * BLOCK)
+        for at in range(block * BLOCK, last, rows):
+            first = min(at, len(weight) - rows)  # the last: some of them again
+            for lane in range(0, lanes, vectors * WIDE):
+                stream(weight, first, x, lane, out, shape)
 
     return multiply
 
@@ -1237,6 +1310,49 @@ def make_multiply(lanes: int) -> Callable[..., None]:
 # keys of a run are the rows of a weight, and a lane is a query. Then come the weights of each lane, 0 where
 # a token would look at what comes after it, and the values are a second weight, turned around. Keys are
 # copied after all, but once for 48 queries, and a core takes one K/V head of a run: there is enough in it.
+#
+# Here all is near already, and what counts is how often something is loaded. A row of sixteen lanes loads a number for
+# each product. Three vectors of lanes use it three times, and eight rows of them fill the registers: `tile` is this, for
+# arrays that are small. In NumPy it would be
+# `out[place:][:8, lane:][:, :48] = rows[first:][:8] @ columns[:, lane:][:, :48]`.
+
+
+# %% export="vectors.py"
+@intrinsic(prefer_literal=True)
+def _tile(
+    typing: Any,
+    rows: Any,
+    first: Any,
+    columns: Any,
+    lane: Any,
+    out: Any,
+    place: Any,
+    shape: Any,
+) -> Any:
+    """`shape` is (rows, vectors, wide, turned).
+
+    Turned, a weight's rows are its columns.
+    """
+    many, *size, turned = (each.literal_value for each in shape)
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        weight, start, x, at_lane, told, to, _ = given
+        index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
+        inputs = b.extract_value(writer.array(rows, weight).shape, int(not turned))
+        with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
+            for k in range(2):
+                now = b.add(i, index(k))
+                places = [[b.add(start, index(r)), now] for r in range(many)]
+                pairs = (place[:: -1 if turned else 1] for place in places)
+                numbers = [writer.address(rows, weight, *pair) for pair in pairs]
+                sums.add(numbers, columns, x, now, at_lane)
+        sums.store(out, told, to, at_lane)
+
+    i = types.intp
+    return written(types.void, [rows, i, columns, i, out, i, shape], write)
+
+
+tile = cast(Any, _tile)
 
 
 # %% export="kernels_numba.py"
@@ -1346,14 +1462,20 @@ def make_gather(head_dim: int) -> Callable[..., None]:
 @cache
 def make_tiles(turned: int) -> Callable[..., None]:
     """A product of small arrays, on one core: weight, or weight turned, times x."""
-    shape = (ROWS, WIDE, turned)
+    large, small = ((HALF, vectors, WIDE, turned) for vectors in (3, 1))
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        for row in range(0, len(out), ROWS):
-            for lane in range(0, x.shape[1], WIDE):
-                tile(weight, row, x, lane, out, row, None, 0, shape)
+        lanes, step = x.shape[1], 3 * WIDE
+        for row in range(0, len(out), HALF):
+            for lane in range(0, lanes - lanes % step, step):
+                tile(weight, row, x, lane, out, row, large)
+            for lane in range(lanes - lanes % step, lanes, WIDE):
+                tile(weight, row, x, lane, out, row, small)
 
     return compiled(multiply_tiles)
+
+
+HALF = ROWS // 2  # three vectors of sums for each: the registers are full
 
 
 # %% [markdown]
@@ -1446,9 +1568,12 @@ def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
 @shared
 def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
     """Each chosen lane as a row, in the format of the result."""
+    first, last = block * BLOCK, (block + 1) * BLOCK
+    some, told = columns[first:last], out[:, first:last]
     for row in range(len(chosen)):
-        for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
-            put(out, row, i, columns[i, chosen[row]])
+        lane = some[:, chosen[row]]
+        for i in range(len(lane)):
+            put(told, row, i, lane[i])
 
 
 def lanes_for(num_tokens: int) -> int:
@@ -1480,8 +1605,9 @@ def read_product(
 ) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
-    if num_outputs < ROWS or num_inputs % 16:
-        return packed_product(weight, bias)
+    if num_outputs < ROWS or num_inputs < TURN or num_inputs % 16:
+        packed = packed_product(weight, bias)
+        return lambda x: packed(x.to(weight.dtype))
     return ReadProduct(weight, bias, empty)
 
 
@@ -1675,6 +1801,16 @@ elsewhere = cast(Any, _elsewhere)  # a tuple of arrays as they are, at other add
 
 
 # %% export="kernels_numba.py"
+@compiled
+def finish(room: Any, end: Any, spent: Any) -> None:
+    """out [chosen, hidden]: the last norm of the lanes that are chosen."""
+    weight, eps, chosen, out = end
+    start_s = clock()
+    add_norm(room[0], room[1], weight, eps, room[2])
+    turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
+    note(spent, NORMS, start_s)
+
+
 @cache
 def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
     """All layers of a step of few tokens."""
@@ -1691,11 +1827,13 @@ def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
         turns: Any,
         found: Any,
         spent: Any,
+        end: Any,
     ) -> None:
         for i in range(len(addresses)):
             layer = elsewhere(first, addresses[i])
             look(number, room, layer, eps, plan, turns, found, spent)
             think(number, room, layer, eps, spent)
+        finish(room, end, spent)
 
     return compiled(run_all)
 
@@ -1746,7 +1884,7 @@ class CompiledLayers:
         angles: Tensor,
         rows: Tensor,
     ) -> Tensor:
-        """What `run_layers` gives; `rows` are in order."""
+        """What `run_layers` gives, but always in float32; `rows` are in order."""
         arrays, addresses = self._arrays_of(layers, memory)
         if not isinstance(plan, StepPlan) or arrays is None:
             return run_layers(layers, norm, x, memory, plan, angles, rows)
@@ -1755,14 +1893,16 @@ class CompiledLayers:
         turns = as_lanes(angles.cos()), as_lanes(angles.sin())
         rest = plan.arrays, turns, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
+        out = torch.empty(len(rows), x.shape[1])
         if lanes <= MOST:
             run_all = make_layers(lanes, *shape_of(layer))
-            run_all(len(x), tuple(room), arrays[0], addresses, *given)
-        else:
-            room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
-        arrays = room.stream, room.delta, self._norm_of(norm), Float(norm.eps)
-        add_norm(*arrays, room.normal)
-        return as_rows(room.normal, chosen, x.new_empty(len(rows), x.shape[1]))
+            end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
+            run_all(len(x), tuple(room), arrays[0], addresses, *given, end)
+            return out
+        room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
+        end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
+        finish(tuple(room), end, self._spent)
+        return out
 
     def _one_by_one(
         self,

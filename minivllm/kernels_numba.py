@@ -1,11 +1,11 @@
-# Exported from chapters/19_kernels.py (4d883e41): edit the chapter.
+# Exported from chapters/19_kernels.py (7eaff8eb): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
@@ -19,6 +19,7 @@ from minivllm.linear import Multiply, packed_product
 from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
 from minivllm.vectors import (
+    TURN,
     Float,
     as_array,
     average,
@@ -34,8 +35,8 @@ from minivllm.vectors import (
     score,
     shared,
     store,
+    stream,
     tile,
-    widened,
 )
 
 WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
@@ -150,6 +151,9 @@ def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
     return heads, slots, head_dim, lanes
 
 
+STRIP = 16  # slots that are averaged for a head before the next
+
+
 @cache
 def make_attend(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for one shape of heads: loops of known length become registers."""
@@ -180,12 +184,19 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
             for j in range(head_dim):
                 asked[head, j] = heads[head * head_dim + j, lane] * scale
         scores = np.empty((num_heads, len(slots) + slots_at_once), np.float32)
-        for head in range(0, num_heads, heads_at_once):
-            column = head // group * head_dim
-            score(asked, head, keys, column, slots, scores, shape)
-            for h in range(head, head + heads_at_once):
-                log_sums[piece, h] = weigh(scores[h, : len(slots)])
-            average(scores, head, values, column, slots, found[piece], shape)
+        for first in range(0, len(slots), slots_at_once):
+            for head in range(0, num_heads, heads_at_once):
+                column = head // group * head_dim
+                score(asked, head, keys, column, slots, first, scores, shape)
+        for head in range(num_heads):
+            log_sums[piece, head] = weigh(scores[head, : len(slots)])
+        told = found[piece]
+        told[:] = 0
+        for first in range(0, len(slots), STRIP):
+            end = min(first + STRIP, len(slots))
+            for head in range(0, num_heads, heads_at_once):
+                column = head // group * head_dim
+                average(scores, head, values, column, slots, first, end, told, shape)
 
     return shared(attend)
 
@@ -237,17 +248,18 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     for table, chunk in enumerate(plan.chunks):
         if chunk.num_new > 1:
             add_chunk(chunk, table, runs, readers)
-    owners = np.array([lane for lane, *_ in [*pieces, *readers]])
+    own, others = as_table(pieces, 4), as_table(readers, 2)
+    owners = np.concatenate((own[:, 0], others[:, 0]))
     counts = np.bincount(owners)
     ends = counts.cumsum()
-    counts[owners[: len(pieces)]] += 1  # these are never alone
+    counts[own[:, 0]] += 1  # these are never alone
     return StepPlan(
         *(plan.positions, plan.write_slots, plan.chunks),
         slots=plan.write_slots.numpy(),
         tables=tables,
-        pieces=np.array(pieces, np.int64).reshape(-1, 4),
-        runs=np.array(runs, np.int64).reshape(-1, 5),
-        readers=np.array(readers, np.int64).reshape(-1, 2),
+        pieces=own,
+        runs=as_table(runs, 5),
+        readers=others,
         order=np.argsort(owners, kind="stable"),
         ends=ends,
         merged=np.flatnonzero(counts > 1),
@@ -257,11 +269,16 @@ def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
 def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
     """The slots of each context, [chunks, longest]; what lies behind one is page 0."""
     num_pages = [-(-chunk.length // page_size) for chunk in chunks]
-    pages = np.zeros((len(chunks), max(num_pages)), np.int64)
-    for row, number, chunk in zip(pages, num_pages, chunks, strict=True):
-        row[:number] = chunk.pages[:number]
-    slots = pages[:, :, None] * page_size + np.arange(page_size)
+    longest = max(num_pages)
+    known = zip(num_pages, chunks, strict=True)
+    rows = ([*chunk.pages[:n], *[0] * (longest - n)] for n, chunk in known)
+    slots = as_table(rows, longest)[:, :, None] * page_size + np.arange(page_size)
     return slots.reshape(len(chunks), -1)
+
+
+def as_table(rows: Iterable[Sequence[int]], width: int) -> Any:
+    """Rows of numbers as an array; quicker than `np.array` finds out what they are."""
+    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, width)
 
 
 Numbers = list[tuple[int, ...]]
@@ -319,16 +336,16 @@ def product_of_few(lanes: int) -> Callable[..., None]:
 
 def product_of_many(lanes: int) -> Callable[..., None]:
     """A block of a product for more, x [inputs, lanes]."""
-    shape = (ROWS, WIDE, 0)
+    vectors = min(2, lanes // WIDE)
+    rows = ROWS // vectors
+    shape = (rows, vectors, WIDE)
 
     def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        num_outputs, num_inputs = weight.shape
-        room = np.empty((ROWS, num_inputs), np.float32)
-        for at in range(block * BLOCK, min(num_outputs, (block + 1) * BLOCK), ROWS):
-            first = min(at, num_outputs - ROWS)  # the last: some of them again
-            rows, start = widened(weight, first, room)
-            for lane in range(0, lanes, WIDE):
-                tile(rows, start, x, lane, out, first, weight, first + ROWS, shape)
+        last = min(len(weight), (block + 1) * BLOCK)
+        for at in range(block * BLOCK, last, rows):
+            first = min(at, len(weight) - rows)  # the last: some of them again
+            for lane in range(0, lanes, vectors * WIDE):
+                stream(weight, first, x, lane, out, shape)
 
     return multiply
 
@@ -457,14 +474,20 @@ def make_gather(head_dim: int) -> Callable[..., None]:
 @cache
 def make_tiles(turned: int) -> Callable[..., None]:
     """A product of small arrays, on one core: weight, or weight turned, times x."""
-    shape = (ROWS, WIDE, turned)
+    large, small = ((HALF, vectors, WIDE, turned) for vectors in (3, 1))
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        for row in range(0, len(out), ROWS):
-            for lane in range(0, x.shape[1], WIDE):
-                tile(weight, row, x, lane, out, row, None, 0, shape)
+        lanes, step = x.shape[1], 3 * WIDE
+        for row in range(0, len(out), HALF):
+            for lane in range(0, lanes - lanes % step, step):
+                tile(weight, row, x, lane, out, row, large)
+            for lane in range(lanes - lanes % step, lanes, WIDE):
+                tile(weight, row, x, lane, out, row, small)
 
     return compiled(multiply_tiles)
+
+
+HALF = ROWS // 2  # three vectors of sums for each: the registers are full
 
 
 @shared
@@ -543,9 +566,12 @@ def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
 @shared
 def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
     """Each chosen lane as a row, in the format of the result."""
+    first, last = block * BLOCK, (block + 1) * BLOCK
+    some, told = columns[first:last], out[:, first:last]
     for row in range(len(chosen)):
-        for i in range(block * BLOCK, min(len(columns), (block + 1) * BLOCK)):
-            put(out, row, i, columns[i, chosen[row]])
+        lane = some[:, chosen[row]]
+        for i in range(len(lane)):
+            put(told, row, i, lane[i])
 
 
 def lanes_for(num_tokens: int) -> int:
@@ -577,8 +603,9 @@ def read_product(
 ) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
-    if num_outputs < ROWS or num_inputs % 16:
-        return packed_product(weight, bias)
+    if num_outputs < ROWS or num_inputs < TURN or num_inputs % 16:
+        packed = packed_product(weight, bias)
+        return lambda x: packed(x.to(weight.dtype))
     return ReadProduct(weight, bias, empty)
 
 
@@ -708,6 +735,16 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
     return look, think
 
 
+@compiled
+def finish(room: Any, end: Any, spent: Any) -> None:
+    """out [chosen, hidden]: the last norm of the lanes that are chosen."""
+    weight, eps, chosen, out = end
+    start_s = clock()
+    add_norm(room[0], room[1], weight, eps, room[2])
+    turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
+    note(spent, NORMS, start_s)
+
+
 @cache
 def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
     """All layers of a step of few tokens."""
@@ -724,11 +761,13 @@ def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
         turns: Any,
         found: Any,
         spent: Any,
+        end: Any,
     ) -> None:
         for i in range(len(addresses)):
             layer = elsewhere(first, addresses[i])
             look(number, room, layer, eps, plan, turns, found, spent)
             think(number, room, layer, eps, spent)
+        finish(room, end, spent)
 
     return compiled(run_all)
 
@@ -770,7 +809,7 @@ class CompiledLayers:
         angles: Tensor,
         rows: Tensor,
     ) -> Tensor:
-        """What `run_layers` gives; `rows` are in order."""
+        """What `run_layers` gives, but always in float32; `rows` are in order."""
         arrays, addresses = self._arrays_of(layers, memory)
         if not isinstance(plan, StepPlan) or arrays is None:
             return run_layers(layers, norm, x, memory, plan, angles, rows)
@@ -779,14 +818,16 @@ class CompiledLayers:
         turns = as_lanes(angles.cos()), as_lanes(angles.sin())
         rest = plan.arrays, turns, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
+        out = torch.empty(len(rows), x.shape[1])
         if lanes <= MOST:
             run_all = make_layers(lanes, *shape_of(layer))
-            run_all(len(x), tuple(room), arrays[0], addresses, *given)
-        else:
-            room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
-        arrays = room.stream, room.delta, self._norm_of(norm), Float(norm.eps)
-        add_norm(*arrays, room.normal)
-        return as_rows(room.normal, chosen, x.new_empty(len(rows), x.shape[1]))
+            end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
+            run_all(len(x), tuple(room), arrays[0], addresses, *given, end)
+            return out
+        room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
+        end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
+        finish(tuple(room), end, self._spent)
+        return out
 
     def _one_by_one(
         self,

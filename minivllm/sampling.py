@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (03449e36): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (77a98833): edit the chapter.
 """From logits to token ids, for a batch at once: each row as if it were alone."""
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minivllm.batch import Chunk
 from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
-from minivllm.runner import greedy
+from minivllm.runner import find_largest, greedy
 
 Head = Callable[[Tensor], Tensor]  # what makes logits of rows
 
@@ -59,7 +59,7 @@ class Sampler:
 
     def _choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
         logits = bend(logits, chunks)
-        tokens = logits.argmax(-1)
+        tokens = find_largest(logits)[:, 0]
         rows = [i for i, c in enumerate(chunks) if c.params.temperature >= GREEDY_BELOW]
         if rows:
             likely = keep_likely(logits[rows], [chunks[i].params for i in rows])

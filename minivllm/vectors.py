@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (c94f5750): edit the chapter.
+# Exported from chapters/19_kernels.py (f18cdac8): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
@@ -307,6 +307,16 @@ class Writer:
             one, nothing, ir.Constant(zeros, [0] * lanes)
         )
 
+    def split(self, rows: Sequence[Any], room: Any) -> None:
+        """32 numbers of 16 bits from each address on -> 16 even ones, 16 odd ones."""
+        b, words = self.builder, ir.VectorType(INT, 16)
+        upper, by = (ir.Constant(words, [n] * 16) for n in (0xFFFF0000, 16))
+        for r, at in enumerate(rows):
+            both = b.load(b.bitcast(at, words.as_pointer()), align=2)
+            for k, half in enumerate((b.shl(both, by), b.and_(both, upper))):
+                there = b.gep(room, [self.index(32 * r + 16 * k)])
+                b.store(half, b.bitcast(there, words.as_pointer()), align=4)
+
     def zero(self, lanes: int) -> Any:
         """0 in all lanes."""
         return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
@@ -388,25 +398,6 @@ def _larger(typing: Any, a: Any, b: Any) -> Any:
 
 load, store, larger = cast(Any, (_load, _store, _larger))
 
-
-def widened(weight: Any, first: int, room: Any) -> Any:
-    """Rows of a weight from `first` on, as float32: an array, and where they begin."""
-
-
-@overload(widened)
-def _widened(weight: Any, first: int, room: Any) -> Any:
-    def whole(weight: Any, first: int, room: Any) -> Any:
-        return weight, first
-
-    def half(weight: Any, first: int, room: Any) -> Any:
-        for r in range(len(room)):
-            for i in range(0, room.shape[1], 16):
-                store(room, r, i, load(weight, first + r, i, 16))
-        return room, 0
-
-    return whole if isinstance(weight.dtype, types.Float) else half
-
-
 AHEAD = 8  # slots: far enough to arrive in time, near enough to be there still
 
 
@@ -455,38 +446,37 @@ def _score(
     keys: Any,
     column: Any,
     slots: Any,
+    first: Any,
     scores: Any,
     shape: Any,
 ) -> Any:
     """scores[head + g, i] = asked[head + g] * the key in slots[i], from `column` on.
 
-    `shape` is (heads, slots at a time, head_dim, lanes).
+    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, lanes).
     """
     group, many, head_dim, lanes = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        queries, first, memory, start, places, told, _ = given
+        queries, start, memory, begin, places, i, told, _ = given
         index, b = writer.index, writer.builder
-        reader = Reader(writer, (keys, memory), (slots, places), start)
-        heads = [b.add(first, index(g)) for g in range(group)]
-        steps = (index(0), reader.number, index(many))
-        with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
-            some = [reader.slot(i, n) for n in range(many)]
-            for n in range(many):
-                reader.ask(reader.slot(i, many + n), head_dim)
-            sums = [[writer.zero(lanes)] * many for _ in heads]
-            for j in range(0, head_dim, lanes):
-                places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
-                wanted = [writer.load(at, 32, lanes) for at in places_of]
-                for n, slot in enumerate(some):
-                    key = reader.read(slot, j, lanes)
-                    for own, query in zip(sums, wanted, strict=True):
-                        own[n] = writer.multiply_add(query, key, own[n])
-            for own, h in zip(sums, heads, strict=True):
-                writer.store(writer.sums(own), writer.address(scores, told, h, i))
+        reader = Reader(writer, (keys, memory), (slots, places), begin)
+        heads = [b.add(start, index(g)) for g in range(group)]
+        some = [reader.slot(i, n) for n in range(many)]
+        for n in range(many):
+            reader.ask(reader.slot(i, many + n), head_dim)
+        sums = [[writer.zero(lanes)] * many for _ in heads]
+        for j in range(0, head_dim, lanes):
+            places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
+            wanted = [writer.load(at, 32, lanes) for at in places_of]
+            for n, slot in enumerate(some):
+                key = reader.read(slot, j, lanes)
+                for own, query in zip(sums, wanted, strict=True):
+                    own[n] = writer.multiply_add(query, key, own[n])
+        for own, h in zip(sums, heads, strict=True):
+            writer.store(writer.sums(own), writer.address(scores, told, h, i))
 
     i = types.intp
-    return written(types.void, [asked, i, keys, i, slots, scores, shape], write)
+    return written(types.void, [asked, i, keys, i, slots, i, scores, shape], write)
 
 
 @intrinsic(prefer_literal=True)
@@ -497,38 +487,45 @@ def _average(
     values: Any,
     column: Any,
     slots: Any,
+    first: Any,
+    end: Any,
     out: Any,
     shape: Any,
 ) -> Any:
-    """out[head + g] = the sum of scores[head + g, i] * the value in slots[i].
+    """out[head + g] += the sum of scores[head + g, i] * the value in slots[i].
 
-    `shape` is (heads, slots at a time, head_dim, lanes).
+    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, lanes).
     """
     group, _, head_dim, lanes = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weights, first, memory, start, places, told, _ = given
+        weights, start, memory, begin, places, from_slot, to_slot, told, _ = given
         index, b = writer.index, writer.builder
-        reader = Reader(writer, (values, memory), (slots, places), start)
-        heads = [b.add(first, index(g)) for g in range(group)]
-        parts, none = range(0, head_dim, lanes), writer.zero(lanes)
-        totals = [[cgutils.alloca_once_value(b, none) for _ in parts] for _ in heads]
-        steps = (index(0), reader.number, index(1))
+        reader = Reader(writer, (values, memory), (slots, places), begin)
+        heads = [b.add(start, index(g)) for g in range(group)]
+        parts = [index(j) for j in range(0, head_dim, lanes)]
+        places_of = [[writer.address(out, told, h, j) for j in parts] for h in heads]
+        totals = [
+            [cgutils.alloca_once_value(b, writer.load(at, 32, lanes)) for at in row]
+            for row in places_of
+        ]
+        steps = (from_slot, to_slot, index(1))
         with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
             slot = reader.slot(i, 0)
             reader.ask(reader.slot(i, AHEAD), head_dim)
-            found = [reader.read(slot, j, lanes) for j in parts]
+            found = [reader.read(slot, j, lanes) for j in range(0, head_dim, lanes)]
             for own, h in zip(totals, heads, strict=True):
                 share = b.load(writer.address(scores, weights, h, i))
                 share = writer.spread(share, lanes)
                 for total, value in zip(own, found, strict=True):
                     b.store(writer.multiply_add(share, value, b.load(total)), total)
-        for own, h in zip(totals, heads, strict=True):
-            for total, j in zip(own, parts, strict=True):
-                writer.store(b.load(total), writer.address(out, told, h, index(j)))
+        for own, row in zip(totals, places_of, strict=True):
+            for total, at in zip(own, row, strict=True):
+                writer.store(b.load(total), at)
 
     i = types.intp
-    return written(types.void, [scores, i, values, i, slots, out, shape], write)
+    kinds = [scores, i, values, i, slots, i, i, out, shape]
+    return written(types.void, kinds, write)
 
 
 score, average = cast(Any, (_score, _average))
@@ -543,7 +540,7 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
     def write(writer: Writer, given: Sequence[Any]) -> None:
         weight, start, inputs, told, _ = given
         index, b = writer.index, writer.builder
-        later, none = b.add(start, index(many)), writer.zero(wide)
+        none = writer.zero(wide)
         places = [b.add(start, index(r)) for r in range(many)]
         sums = [
             [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
@@ -556,9 +553,9 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
                 taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
-            for k in range(0, many * wide, LINE_BITS // bits):
-                j = b.add(b.mul(i, index(many)), index(k))
-                writer.ask(writer.address(rows, weight, later, j))
+            for place in places:
+                later = b.add(place, index(many))
+                writer.ask(writer.address(rows, weight, later, i))
         for place, row in zip(places, sums, strict=True):
             at = writer.address(out, told, place, index(0))
             writer.store(writer.sums([b.load(total) for total in row]), at)
@@ -570,6 +567,100 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
 dots = cast(Any, _dots)
 
 
+class Tile:
+    """Writes sums [rows, vectors * wide] that stay in registers."""
+
+    def __init__(self, writer: Writer, num_rows: int, vectors: int, wide: int) -> None:
+        self.writer, self.wide, self.starts = (
+            writer,
+            wide,
+            range(0, vectors * wide, wide),
+        )
+        b, none = writer.builder, writer.zero(wide)
+        self.totals = [
+            [cgutils.alloca_once_value(b, none) for _ in self.starts]
+            for _ in range(num_rows)
+        ]
+
+    def add(self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, lane: Any) -> None:
+        """To each row: its number, at an address, times x[i, lane:]."""
+        writer, b, taken = self.writer, self.writer.builder, []
+        for start in self.starts:
+            at = writer.address(kind, x, i, b.add(lane, writer.index(start)))
+            taken.append(writer.load(at, 32, self.wide))
+        for at, row in zip(numbers, self.totals, strict=True):
+            number = writer.spread(b.load(at), self.wide)
+            for total, other in zip(row, taken, strict=True):
+                b.store(writer.multiply_add(number, other, b.load(total)), total)
+
+    def store(self, kind: Any, out: Any, first: Any, lane: Any) -> None:
+        """As out[first + r, lane:]."""
+        writer, b = self.writer, self.writer.builder
+        for r, row in enumerate(self.totals):
+            for total, start in zip(row, self.starts, strict=True):
+                place = b.add(first, writer.index(r)), b.add(lane, writer.index(start))
+                writer.store(b.load(total), writer.address(kind, out, *place))
+
+
+TURN, WORDS = 32, 16  # numbers of a row at a time; how many words they are in 16 bits
+SOON = 3 * TURN  # numbers later
+
+
+@intrinsic(prefer_literal=True)
+def _stream(
+    typing: Any, rows: Any, first: Any, columns: Any, lane: Any, out: Any, shape: Any
+) -> Any:
+    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], a tile of it.
+
+    Rows come from memory, in either format, and have 32, 48, 64 … numbers. `shape` is
+    (rows, vectors, wide).
+    """
+    many, *size = (each.literal_value for each in shape)
+    bits = rows.dtype.bitwidth
+    line = LINE_BITS // bits
+    lines = many * TURN // line
+
+    def write(writer: Writer, given: Sequence[Any]) -> None:
+        weight, start, x, at_lane, told, _ = given
+        index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
+        inputs = b.extract_value(writer.array(rows, weight).shape, 1)
+        places = [b.add(start, index(r)) for r in range(many)]
+        room = cgutils.alloca_once(b, FLOAT, size=many * TURN)
+        last, steps = b.sub(inputs, index(TURN)), (index(0), inputs, index(TURN))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (turn, _):
+            i = b.select(b.icmp_signed("<", turn, last), turn, last)
+            words = b.udiv(b.sub(turn, i), index(2)), index(WORDS)  # or half of them
+            if bits == 16:
+                some = [writer.address(rows, weight, place, i) for place in places]
+                writer.split(some, room)
+            later = b.add(i, index(SOON))
+            over = b.icmp_signed(">=", later, inputs)  # then it is the next rows' turn
+            column = b.select(over, b.sub(later, inputs), later)
+            row = b.add(start, b.select(over, index(many), index(0)))
+            with cgutils.for_range_slice(b, *words, index(1), inc=True) as (j, _):
+                first = b.udiv(b.mul(j, index(lines)), index(WORDS))
+                for k in range(max(1, lines // WORDS)):
+                    place = b.mul(b.add(first, index(k)), index(line))
+                    there = b.add(column, b.urem(place, index(TURN)))
+                    asked = b.add(row, b.udiv(place, index(TURN)))
+                    writer.ask(writer.address(rows, weight, asked, there))
+                for k in range(2):
+                    now = b.add(b.add(i, b.mul(j, index(2))), index(k))
+                    if bits == 16:
+                        starts = range(k * WORDS, many * TURN, TURN)
+                        numbers = [b.gep(room, [b.add(j, index(n))]) for n in starts]
+                    else:
+                        numbers = [writer.address(rows, weight, r, now) for r in places]
+                    sums.add(numbers, columns, x, now, at_lane)
+        sums.store(out, told, start, at_lane)
+
+    i = types.intp
+    return written(types.void, [rows, i, columns, i, out, shape], write)
+
+
+stream = cast(Any, _stream)
+
+
 @intrinsic(prefer_literal=True)
 def _tile(
     typing: Any,
@@ -579,42 +670,29 @@ def _tile(
     lane: Any,
     out: Any,
     place: Any,
-    coming: Any,
-    row: Any,
     shape: Any,
 ) -> Any:
-    """`shape` is (rows, lanes, turned): turned, a weight's rows are its columns.
+    """`shape` is (rows, vectors, wide, turned).
 
-    Memory brings `coming`, if any, from `row` on, on and on.
+    Turned, a weight's rows are its columns.
     """
-    many, lanes, turned = (each.literal_value for each in shape)
-    bits = coming.dtype.bitwidth if isinstance(coming, types.Array) else 0
+    many, *size, turned = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        w, start, x, at_lane, told, to, later, next_row, _ = given
-        index, b = writer.index, writer.builder
-        inputs = b.extract_value(writer.array(rows, w).shape, 0 if turned else 1)
-        none = writer.zero(lanes)
-        totals = [cgutils.alloca_once_value(b, none) for _ in range(many)]
+        weight, start, x, at_lane, told, to, _ = given
+        index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
+        inputs = b.extract_value(writer.array(rows, weight).shape, int(not turned))
         with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
             for k in range(2):
                 now = b.add(i, index(k))
-                taken = writer.load(writer.address(columns, x, now, at_lane), 32, lanes)
-                for r, total in enumerate(totals):
-                    place_of = [b.add(start, index(r)), now]
-                    at = writer.address(rows, w, *place_of[:: -1 if turned else 1])
-                    weight = writer.spread(b.load(at), lanes)
-                    b.store(writer.multiply_add(weight, taken, b.load(total)), total)
-            for k in range(0, 2 * many if bits else 0, LINE_BITS // (bits or 1)):
-                j = b.add(b.mul(i, index(many)), index(k))
-                writer.ask(writer.address(coming, later, next_row, j))
-        for r, total in enumerate(totals):
-            at = writer.address(out, told, b.add(to, index(r)), at_lane)
-            writer.store(b.load(total), at)
+                places = [[b.add(start, index(r)), now] for r in range(many)]
+                pairs = (place[:: -1 if turned else 1] for place in places)
+                numbers = [writer.address(rows, weight, *pair) for pair in pairs]
+                sums.add(numbers, columns, x, now, at_lane)
+        sums.store(out, told, to, at_lane)
 
     i = types.intp
-    kinds = [rows, i, columns, i, out, i, coming, i, shape]
-    return written(types.void, kinds, write)
+    return written(types.void, [rows, i, columns, i, out, i, shape], write)
 
 
 tile = cast(Any, _tile)
