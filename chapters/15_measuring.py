@@ -2699,10 +2699,10 @@ def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:
     """Seconds of each part of a step: medians; the first step is left out."""
     runner, steps = cast("ModelRunner", engine.runner), []
     watch = Stopwatch()
+    taken = getattr(runner.backend.run, "take_seconds", dict)
     with watched(runner, watch):
         for _ in range(num_steps):
             watch.seconds.clear()
-            taken = getattr(runner.backend.run, "take_seconds", dict)
             taken()
             watch.wrap("step", engine.step)()
             steps.append({**watch.seconds, **taken()})

@@ -75,7 +75,7 @@ print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
 print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# [74](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
+# [54](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
@@ -2141,10 +2141,10 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
         )
 
 # %% [markdown]
-# A norm takes [8](#won) microseconds instead of [74](#won), and adds to the stream besides. Contexts are read at
-# [17.3](#won) GB a second instead of [7.7](#won), and the weights of one request in float32 as fast as memory gives them.
-# With sixteen requests, half the bytes win nothing any more: the 16-bit products take [31](#won) ms, and the
-# others [27](#won). Every weight is multiplied sixteen times, and that is what the cores do then.
+# A norm takes [8](#won) microseconds instead of [54](#won), and adds to the stream besides. Contexts are read at
+# [18.4](#won) GB a second instead of [7.0](#won), and the weights of one request in float32 at [27](#won), as fast as memory gives
+# them. With sixteen requests half the bytes win less than half: the 16-bit products take [18](#won) ms, and the
+# others [23](#won). Every weight is multiplied sixteen times, and by now that takes about as long as the reading.
 #
 # How far is a step from what its bytes need, at 25 GB a second?
 
@@ -2194,15 +2194,30 @@ for (dtype, who, requests), parts in breakdowns.items():
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
 # and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
 # it saves decode time too, because the scheduler gave the requests the same *pages*, and not only equal ones.
-# The better a step reads its contexts, the less there is left to save: sharing takes memory traffic away, and
-# the products stay.
+# How much can it be? What sharing takes away is the reading of what another request has read:
+
+# %% name="most"
+for row in record["rows"]:
+    if row["load"] == "shared prefix":
+        size = {"float32": 4, "bfloat16": 2}[row["dtype"]]
+        again = 15 * 480 * smollm2.kv_bytes_per_token(size) / READS
+        step = row["other_s"]["median"]
+        print(
+            f"{row['dtype']:8} unshared {1e3 * step:.0f} ms, read again {1e3 * again:.1f} ms: "
+            f"{step / (step - again):.2f} times without, measured {row['ratio']['median']:.2f}"
+        )
+
+# %% [markdown]
+# So the better everything else, the more it shows, and the better the contexts are read, the less. In bfloat16 they have half
+# the bytes, and the products of sixteen tokens hardly less work: there is little left to save.
 #
 # ## What still goes wrong
 #
 # The record was made on a machine that is shared with others, whose memory traffic is seen in the spread:
 # the ratios of one row differ by a tenth and more from one reading to the next, and so will yours. A step of many
 # requests takes longer than its bytes, and the excess is spread: most of it in the products, less in the
-# contexts and the head. In bfloat16 half the bytes are read, and the same number of products computed. Processors have instructions that multiply pairs of 16-bit numbers, and matrices of them, which these
+# contexts and the head. In bfloat16 half the bytes are read, and the same number of products computed. Some
+# processors have instructions that multiply pairs of 16-bit numbers, and matrices of them, which these
 # kernels do not use. And fewer bytes would help everywhere: weights of 8 or 4
 # bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16
 # on a CPU; on a GPU the page table is followed by nobody
