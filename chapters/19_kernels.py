@@ -596,16 +596,6 @@ class Writer:
             one, nothing, ir.Constant(zeros, [0] * lanes)
         )
 
-    def split(self, rows: Sequence[Any], room: Any) -> None:
-        """32 numbers of 16 bits from each address on -> 16 even ones, 16 odd ones."""
-        b, words = self.builder, ir.VectorType(INT, 16)
-        upper, by = (ir.Constant(words, [n] * 16) for n in (0xFFFF0000, 16))
-        for r, at in enumerate(rows):
-            both = b.load(b.bitcast(at, words.as_pointer()), align=2)
-            for k, half in enumerate((b.shl(both, by), b.and_(both, upper))):
-                there = b.gep(room, [self.index(32 * r + 16 * k)])
-                b.store(half, b.bitcast(there, words.as_pointer()), align=4)
-
     def zero(self, lanes: int) -> Any:
         """0 in all lanes."""
         return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
@@ -1195,6 +1185,17 @@ TURN, WORDS = 32, 16  # numbers of a row at a time; how many words they are in 1
 SOON = 3 * TURN  # numbers later
 
 
+def split(writer: Writer, rows: Sequence[Any], room: Any) -> None:
+    """From each address on: a turn's even numbers, then the odd ones, as float32."""
+    b, words = writer.builder, ir.VectorType(INT, WORDS)
+    upper, by = (ir.Constant(words, [n] * WORDS) for n in (0xFFFF0000, 16))
+    for r, at in enumerate(rows):
+        both = b.load(b.bitcast(at, words.as_pointer()), align=2)
+        for k, half in enumerate((b.shl(both, by), b.and_(both, upper))):
+            there = b.gep(room, [writer.index(r * TURN + k * WORDS)])
+            b.store(half, b.bitcast(there, words.as_pointer()), align=LINE_BITS // 8)
+
+
 @intrinsic(prefer_literal=True)
 def _stream(
     typing: Any, rows: Any, first: Any, columns: Any, lane: Any, out: Any, shape: Any
@@ -1215,13 +1216,14 @@ def _stream(
         inputs = b.extract_value(writer.array(rows, weight).shape, 1)
         places = [b.add(start, index(r)) for r in range(many)]
         room = cgutils.alloca_once(b, FLOAT, size=many * TURN)
+        room.align = LINE_BITS // 8
         last, steps = b.sub(inputs, index(TURN)), (index(0), inputs, index(TURN))
         with cgutils.for_range_slice(b, *steps, inc=True) as (turn, _):
             i = b.select(b.icmp_signed("<", turn, last), turn, last)
             words = b.udiv(b.sub(turn, i), index(2)), index(WORDS)  # or half of them
             if bits == 16:
                 some = [writer.address(rows, weight, place, i) for place in places]
-                writer.split(some, room)
+                split(writer, some, room)
             later = b.add(i, index(SOON))
             over = b.icmp_signed(">=", later, inputs)  # then it is the next rows' turn
             column = b.select(over, b.sub(later, inputs), later)
