@@ -1324,9 +1324,14 @@ def find_largest(logits: Tensor) -> Tensor:
 
     NumPy finds it too, and on a CPU in a tenth of PyTorch's time.
     """
-    if logits.device.type == "cpu":
+    if has_numpy(logits.device):
         return torch.from_numpy(logits.float().numpy().argmax(-1))[:, None]
     return logits.argmax(-1, keepdim=True)
+
+
+def has_numpy(device: torch.device) -> bool:
+    """NumPy reads a CPU's memory, and no other."""
+    return device.type == "cpu"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (65fc3be4): edit the chapter.
+# Exported from chapters/05_model.py (5c8da206): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -33,9 +33,14 @@ def find_largest(logits: Tensor) -> Tensor:
 
     NumPy finds it too, and on a CPU in a tenth of PyTorch's time.
     """
-    if logits.device.type == "cpu":
+    if has_numpy(logits.device):
         return torch.from_numpy(logits.float().numpy().argmax(-1))[:, None]
     return logits.argmax(-1, keepdim=True)
+
+
+def has_numpy(device: torch.device) -> bool:
+    """NumPy reads a CPU's memory, and no other."""
+    return device.type == "cpu"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import minivllm.attention
 import minivllm.linear
 import minivllm.model
+import minivllm.runner
 from minivllm import LLM, SamplingParams
 from minivllm.batch import Chunk
 from minivllm.events import EventLog
@@ -64,6 +65,7 @@ def plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minivllm.linear, "can_pack", lambda weight: False)
     fused = "has_fused_attention"
     monkeypatch.setattr(minivllm.attention, fused, lambda device: False)
+    monkeypatch.setattr(minivllm.runner, "has_numpy", lambda device: False)
 
 
 class Watch(TorchDispatchMode):
