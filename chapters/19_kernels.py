@@ -36,7 +36,7 @@ for requests in (1, 8, 16):
 # %% [markdown]
 # In float32 a step reads [425](#bytes) MB of layers, [113](#bytes) MB of head, and at sixteen
 # requests [364](#bytes) MB of keys and values. Two cores of the machine of this book's records read
-# about [25](#bytes) GB a second, at best. That makes [22](#bytes) milliseconds for one request, and [36](#bytes) for sixteen.
+# about [25](#bytes) GB a second, in quiet hours a little more. That makes [22](#bytes) milliseconds for one request, and [36](#bytes) for sixteen.
 #
 # A record of `minivllm bench engine` on that machine says what a step takes if PyTorch does all of
 # it, with the layers of chapter 5:
@@ -2116,19 +2116,20 @@ colours = {"products": "published", "head": "pinned", "attention": "private"}
 rows = []
 for (dtype, who, requests), parts in breakdowns.items():
     start, cells = 0.0, []
-    for part, colour in colours.items():
-        cells.append((start, 1e3 * parts[part], colour, part))
-        start += 1e3 * parts[part]
     whole = 1e3 * sum(parts.values())
-    cells.append((start, whole - start, "plain", "rest"))
+    for part, colour in [*colours.items(), ("rest", "plain")]:
+        length = 1e3 * parts[part] if part in parts else whole - start
+        label = part if length > 1.6 * len(part) else ""  # where there is room
+        cells.append((start, length, colour, label))
+        start += length
     rows.append(
         (f"{dtype}, {requests}, {'PyTorch' if who == 'torch' else 'kernels'}", cells)
     )
 draw_rows(
     rows,
     unit=4,
-    caption="Milliseconds of a decode step of 1, 8 and 16 requests. Dark and blue: weights are read. "
-    "Light: contexts are read. The rest is what lies between, Python and the scheduler.",
+    caption="Milliseconds of a decode step of 1, 8 and 16 requests. Green and blue: weights are read, "
+    "by products and head. Orange: contexts are read. The rest is what lies between, Python and the scheduler.",
 )
 
 # %% name="won"
