@@ -1322,7 +1322,7 @@ def greedy(logits: Tensor, chunks: Sequence[Chunk], head: object = None) -> list
 def find_largest(logits: Tensor) -> Tensor:
     """Where each row's largest number is [rows, 1]; a NaN counts as the largest.
 
-    NumPy finds it too, and on a CPU in a tenth of PyTorch's time.
+    NumPy finds the same, and on a CPU much sooner than PyTorch.
     """
     if has_numpy(logits.device):
         return torch.from_numpy(logits.float().numpy().argmax(-1))[:, None]

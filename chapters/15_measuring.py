@@ -1477,7 +1477,7 @@ def step_facts(steps: Sequence[tuple[Work, float]]) -> list[dict[str, Any]]:
 
 # %% export="bench_reuse.py" tags=["hide-input"]
 import time
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -1542,7 +1542,7 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
 # %% export="bench_reuse.py" tags=["hide-input"]
 def load_transformers(model: str, llm: "LLM") -> Any:
     """The same file, format of numbers and device; an answer never ends by itself."""
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM
 
     from minivllm.loader import find_model
 
@@ -1551,7 +1551,10 @@ def load_transformers(model: str, llm: "LLM") -> Any:
     if path.is_file():
         place["pretrained_model_name_or_path"] = str(path.parent)
         place["gguf_file"] = path.name
-        place["quantization_config"] = GgufConfig(dequantize=True)  # as our loader does
+        with suppress(ImportError):  # older ones dequantise anyway
+            from transformers import GgufConfig
+
+            place["quantization_config"] = GgufConfig(dequantize=True)
     weight = decoder_of(llm).embed_tokens.weight
     with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
         loaded: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=weight.dtype)

@@ -1168,7 +1168,7 @@ for width in (smollm2.hidden_size, smollm2.intermediate_size):
     print(f"16 rows of {width:4} float32: {16 * 4 * width / 1e3:3.0f} KB")
 
 # %% [markdown]
-# The nearest cache of this machine has 48 KB. Next to the present rows the coming [37](#near) are thrown out again before
+# The nearest cache of the records' machine has 48 KB. Next to the present rows the coming [37](#near) are thrown out again before
 # their turn, and the same happens to 16-bit rows if they are widened into a place of their own. Nor does it help to
 # ask for much in a row: a processor keeps track of a dozen or so requests, and at the next one everything waits,
 # the arithmetic too. So a `stream` goes along its rows 32 numbers at a time. It widens only these. It

@@ -1,4 +1,4 @@
-# Exported from chapters/15_measuring.py (6c5109f0): edit the chapter.
+# Exported from chapters/15_measuring.py (2fdcbc01): edit the chapter.
 """`minivllm bench reuse`: one prompt several times, under every answer to who waits.
 
 When does a page become visible, who waits for it, and for how long? The same prompt is
@@ -7,7 +7,7 @@ sent at once, or while the first request decodes, to engines that answer differe
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from io import StringIO
@@ -375,7 +375,7 @@ def load_reuse(llm: "LLM", num_prompt_tokens: int = 493, **sizes: Any) -> Reuse:
 
 def load_transformers(model: str, llm: "LLM") -> Any:
     """The same file, format of numbers and device; an answer never ends by itself."""
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM
 
     from minivllm.loader import find_model
 
@@ -384,7 +384,10 @@ def load_transformers(model: str, llm: "LLM") -> Any:
     if path.is_file():
         place["pretrained_model_name_or_path"] = str(path.parent)
         place["gguf_file"] = path.name
-        place["quantization_config"] = GgufConfig(dequantize=True)  # as our loader does
+        with suppress(ImportError):  # older ones dequantise anyway
+            from transformers import GgufConfig
+
+            place["quantization_config"] = GgufConfig(dequantize=True)
     weight = decoder_of(llm).embed_tokens.weight
     with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
         loaded: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=weight.dtype)
