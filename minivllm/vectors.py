@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (25c3b733): edit the chapter.
+# Exported from chapters/19_kernels.py (03306c71): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
@@ -35,8 +35,9 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def compiled(function: Kernel, inline: str = "never") -> Kernel:
     """The function as machine code, made at its first call and kept on disk."""
     rules: Any = {"fastmath": True, "error_model": "numpy", "cache": True}
-    made: Any = njit(**rules | {"inline": inline})(function)
     label = label_of(function)
+    function.__qualname__ += "_" + label[:16]  # else two may bear one name for a linker
+    made: Any = njit(**rules | {"inline": inline})(function)
     kept = made._cache
     kept._index_key = lambda sig, gen: (sig, gen.magic_tuple(), label)
     kept.save_overload = one_at_a_time(kept.save_overload, Path(kept.cache_path))
