@@ -1230,20 +1230,22 @@ def _stream(
             column = b.select(over, b.sub(later, inputs), later)
             row = b.add(start, b.select(over, index(many), index(0)))
             with cgutils.for_range_slice(b, *words, index(1), inc=True) as (j, _):
-                first = b.udiv(b.mul(j, index(lines)), index(WORDS))
+                line_at = b.udiv(b.mul(j, index(lines)), index(WORDS))
                 for k in range(max(1, lines // WORDS)):
-                    place = b.mul(b.add(first, index(k)), index(line))
+                    place = b.mul(b.add(line_at, index(k)), index(line))
                     there = b.add(column, b.urem(place, index(TURN)))
                     asked = b.add(row, b.udiv(place, index(TURN)))
                     writer.ask(writer.address(rows, weight, asked, there))
                 for k in range(2):
-                    now = b.add(b.add(i, b.mul(j, index(2))), index(k))
+                    input_at = b.add(b.add(i, b.mul(j, index(2))), index(k))
                     if bits == 16:
                         starts = range(k * WORDS, many * TURN, TURN)
                         numbers = [b.gep(room, [b.add(j, index(n))]) for n in starts]
                     else:
-                        numbers = [writer.address(rows, weight, r, now) for r in places]
-                    sums.add(numbers, columns, x, now, at_lane)
+                        numbers = [
+                            writer.address(rows, weight, r, input_at) for r in places
+                        ]
+                    sums.add(numbers, columns, x, input_at, at_lane)
         sums.store(out, told, start, at_lane)
 
     i = types.intp
@@ -1254,7 +1256,7 @@ stream = cast(Any, _stream)
 
 
 # %% export="kernels_numba.py"
-from minivllm.vectors import TURN, as_array, dots, stream, tile
+from minivllm.vectors import LINE_BITS, TURN, as_array, dots, stream, tile
 
 FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
@@ -1317,7 +1319,7 @@ def make_multiply(lanes: int) -> Callable[..., None]:
 # Here all is near already, and what counts is how often something is loaded. A row of sixteen lanes loads a number for
 # each product. Three vectors of lanes use it three times, and eight rows of them fill the registers: `tile` is this, for
 # arrays that are small. In NumPy it would be
-# `out[place:][:8, lane:][:, :48] = rows[first:][:8] @ columns[:, lane:][:, :48]`.
+# `out[first:][:8, lane:][:, :48] = rows[first:][:8] @ columns[:, lane:][:, :48]`.
 
 
 # %% export="vectors.py"
@@ -1329,30 +1331,29 @@ def _tile(
     columns: Any,
     lane: Any,
     out: Any,
-    place: Any,
     shape: Any,
 ) -> Any:
-    """`shape` is (rows, vectors, wide, turned).
+    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], for an even number.
 
-    Turned, a weight's rows are its columns.
+    `shape` is (rows, vectors, wide, turned). Turned, a weight's rows are its columns.
     """
     many, *size, turned = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, to, _ = given
+        weight, start, x, at_lane, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
         inputs = b.extract_value(writer.array(rows, weight).shape, int(not turned))
         with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
             for k in range(2):
-                now = b.add(i, index(k))
-                places = [[b.add(start, index(r)), now] for r in range(many)]
+                j = b.add(i, index(k))
+                places = [[b.add(start, index(r)), j] for r in range(many)]
                 pairs = (place[:: -1 if turned else 1] for place in places)
                 numbers = [writer.address(rows, weight, *pair) for pair in pairs]
-                sums.add(numbers, columns, x, now, at_lane)
-        sums.store(out, told, to, at_lane)
+                sums.add(numbers, columns, x, j, at_lane)
+        sums.store(out, told, start, at_lane)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, i, shape], write)
+    return written(types.void, [rows, i, columns, i, out, shape], write)
 
 
 tile = cast(Any, _tile)
@@ -1471,9 +1472,9 @@ def make_tiles(turned: int) -> Callable[..., None]:
         lanes, step = x.shape[1], 3 * WIDE
         for row in range(0, len(out), HALF):
             for lane in range(0, lanes - lanes % step, step):
-                tile(weight, row, x, lane, out, row, large)
+                tile(weight, row, x, lane, out, large)
             for lane in range(lanes - lanes % step, lanes, WIDE):
-                tile(weight, row, x, lane, out, row, small)
+                tile(weight, row, x, lane, out, small)
 
     return compiled(multiply_tiles)
 
@@ -1653,7 +1654,7 @@ class LargePages:
         return taken.view(dtype).view(*shape)
 
 
-LINE, BLOCK_SIZE = 64, 2**25  # bytes
+LINE, BLOCK_SIZE = LINE_BITS // 8, 2**25  # bytes
 
 
 # %% [markdown]
@@ -1807,7 +1808,7 @@ elsewhere = cast(Any, _elsewhere)  # a tuple of arrays as they are, at other add
 @compiled
 def finish(room: Any, end: Any, spent: Any) -> None:
     """out [chosen, hidden]: the last norm of the lanes that are chosen."""
-    weight, eps, chosen, out = end
+    chosen, out, weight, eps = end
     start_s = clock()
     add_norm(room[0], room[1], weight, eps, room[2])
     turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
@@ -1896,15 +1897,14 @@ class CompiledLayers:
         turns = as_lanes(angles.cos()), as_lanes(angles.sin())
         rest = plan.arrays, turns, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
-        out = torch.empty(len(rows), x.shape[1])
+        out, last = torch.empty(len(rows), x.shape[1]), self._norm_of(norm)
+        end = out.numpy(), last, Float(norm.eps)
         if lanes <= MOST:
             run_all = make_layers(lanes, *shape_of(layer))
-            end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
-            run_all(len(x), tuple(room), arrays[0], addresses, *given, end)
+            run_all(len(x), tuple(room), arrays[0], addresses, *given, (chosen, *end))
             return out
         room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
-        end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
-        finish(tuple(room), end, self._spent)
+        finish(tuple(room), (chosen, *end), self._spent)
         return out
 
     def _one_by_one(
@@ -2148,7 +2148,7 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
 # A norm takes [8](#won) microseconds instead of [54](#won), and adds to the stream besides. Contexts are read at
 # [18.4](#won) GB a second instead of [7.0](#won), and the weights of one request in float32 at [27](#won), as fast as memory gives
 # them. With sixteen requests half the bytes win less than half: the 16-bit products take [18](#won) ms, and the
-# others [23](#won). Every weight is multiplied sixteen times, and by now that takes about as long as the reading.
+# others [23](#won). Every weight is multiplied sixteen times, whatever its format.
 #
 # How far is a step from what its bytes need, at 25 GB a second?
 
@@ -2187,13 +2187,13 @@ for (dtype, who, requests), parts in breakdowns.items():
             print(f"{dtype}, 8 requests: {part} {share:.1%} of a step")
 
 # %% [markdown]
-# The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer. (*Mixed
+# The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer. It is transformers, or these kernels with sixteen copies. (*Mixed
 # lengths* are sixteen requests of different prompts and answers, against one padded batch.)
-# Least is won where a prompt is computed in float32. There both sides call the same product of the same
+# Against transformers least is won where a prompt is computed in float32. There both sides call the same product of the same
 # library, which takes most of the time; what is won lies between the products, and in a last layer whose MLP
 # computes one token instead of 512. Scheduling and cache are the Python of chapters 3 to
 # 7: a small share, for all they decide. The Python around the kernels is a larger one, although it calls but
-# one: it makes the plan, looks up the embeddings, turns the results. The faster the kernels, the larger its share.
+# one for all layers: it makes the plan, looks up the embeddings, lays them into lanes. The faster the kernels, the larger its share.
 #
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
 # and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
@@ -2218,9 +2218,9 @@ for row in record["rows"]:
 # ## What still goes wrong
 #
 # The record was made on a machine that is shared with others, whose memory traffic is seen in the spread:
-# the ratios of one row differ by a tenth and more from one reading to the next, and so will yours. A step of many
-# requests takes longer than its bytes, and the excess is spread: most of it in the products, less in the
-# contexts and the head. In bfloat16 half the bytes are read, and the same number of products computed. Some
+# the ratios of one row can differ by a tenth and more from one reading to the next, and so will yours. A step of many
+# requests takes longer than its bytes, and the excess is spread: with sixteen in float32 [6](#bound) ms lie in the products,
+# [5](#bound) in the contexts, [3](#bound) in the head, and the rest in what lies between. In bfloat16 half the bytes are read, and the same number of products computed. Some
 # processors have instructions that multiply pairs of 16-bit numbers, and matrices of them, which these
 # kernels do not use. And fewer bytes would help everywhere: weights of 8 or 4
 # bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16

@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (7eaff8eb): edit the chapter.
+# Exported from chapters/19_kernels.py (6d685b24): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
@@ -19,6 +19,7 @@ from minivllm.linear import Multiply, packed_product
 from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
 from minivllm.vectors import (
+    LINE_BITS,
     TURN,
     Float,
     as_array,
@@ -480,9 +481,9 @@ def make_tiles(turned: int) -> Callable[..., None]:
         lanes, step = x.shape[1], 3 * WIDE
         for row in range(0, len(out), HALF):
             for lane in range(0, lanes - lanes % step, step):
-                tile(weight, row, x, lane, out, row, large)
+                tile(weight, row, x, lane, out, large)
             for lane in range(lanes - lanes % step, lanes, WIDE):
-                tile(weight, row, x, lane, out, row, small)
+                tile(weight, row, x, lane, out, small)
 
     return compiled(multiply_tiles)
 
@@ -631,7 +632,7 @@ class LargePages:
         return taken.view(dtype).view(*shape)
 
 
-LINE, BLOCK_SIZE = 64, 2**25  # bytes
+LINE, BLOCK_SIZE = LINE_BITS // 8, 2**25  # bytes
 
 PARTS = ("norms", "products", "rotation", "attention", "gates")
 NORMS, PRODUCTS, ROTATION, ATTENTION, GATES = range(len(PARTS))
@@ -738,7 +739,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
 @compiled
 def finish(room: Any, end: Any, spent: Any) -> None:
     """out [chosen, hidden]: the last norm of the lanes that are chosen."""
-    weight, eps, chosen, out = end
+    chosen, out, weight, eps = end
     start_s = clock()
     add_norm(room[0], room[1], weight, eps, room[2])
     turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
@@ -818,15 +819,14 @@ class CompiledLayers:
         turns = as_lanes(angles.cos()), as_lanes(angles.sin())
         rest = plan.arrays, turns, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
-        out = torch.empty(len(rows), x.shape[1])
+        out, last = torch.empty(len(rows), x.shape[1]), self._norm_of(norm)
+        end = out.numpy(), last, Float(norm.eps)
         if lanes <= MOST:
             run_all = make_layers(lanes, *shape_of(layer))
-            end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
-            run_all(len(x), tuple(room), arrays[0], addresses, *given, end)
+            run_all(len(x), tuple(room), arrays[0], addresses, *given, (chosen, *end))
             return out
         room, chosen = self._one_by_one(layers, room, arrays, given, chosen, len(x))
-        end = self._norm_of(norm), Float(norm.eps), chosen, out.numpy()
-        finish(tuple(room), end, self._spent)
+        finish(tuple(room), (chosen, *end), self._spent)
         return out
 
     def _one_by_one(

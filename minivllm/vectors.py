@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (03306c71): edit the chapter.
+# Exported from chapters/19_kernels.py (05026191): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
@@ -641,20 +641,22 @@ def _stream(
             column = b.select(over, b.sub(later, inputs), later)
             row = b.add(start, b.select(over, index(many), index(0)))
             with cgutils.for_range_slice(b, *words, index(1), inc=True) as (j, _):
-                first = b.udiv(b.mul(j, index(lines)), index(WORDS))
+                line_at = b.udiv(b.mul(j, index(lines)), index(WORDS))
                 for k in range(max(1, lines // WORDS)):
-                    place = b.mul(b.add(first, index(k)), index(line))
+                    place = b.mul(b.add(line_at, index(k)), index(line))
                     there = b.add(column, b.urem(place, index(TURN)))
                     asked = b.add(row, b.udiv(place, index(TURN)))
                     writer.ask(writer.address(rows, weight, asked, there))
                 for k in range(2):
-                    now = b.add(b.add(i, b.mul(j, index(2))), index(k))
+                    input_at = b.add(b.add(i, b.mul(j, index(2))), index(k))
                     if bits == 16:
                         starts = range(k * WORDS, many * TURN, TURN)
                         numbers = [b.gep(room, [b.add(j, index(n))]) for n in starts]
                     else:
-                        numbers = [writer.address(rows, weight, r, now) for r in places]
-                    sums.add(numbers, columns, x, now, at_lane)
+                        numbers = [
+                            writer.address(rows, weight, r, input_at) for r in places
+                        ]
+                    sums.add(numbers, columns, x, input_at, at_lane)
         sums.store(out, told, start, at_lane)
 
     i = types.intp
@@ -672,30 +674,29 @@ def _tile(
     columns: Any,
     lane: Any,
     out: Any,
-    place: Any,
     shape: Any,
 ) -> Any:
-    """`shape` is (rows, vectors, wide, turned).
+    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], for an even number.
 
-    Turned, a weight's rows are its columns.
+    `shape` is (rows, vectors, wide, turned). Turned, a weight's rows are its columns.
     """
     many, *size, turned = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, to, _ = given
+        weight, start, x, at_lane, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
         inputs = b.extract_value(writer.array(rows, weight).shape, int(not turned))
         with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
             for k in range(2):
-                now = b.add(i, index(k))
-                places = [[b.add(start, index(r)), now] for r in range(many)]
+                j = b.add(i, index(k))
+                places = [[b.add(start, index(r)), j] for r in range(many)]
                 pairs = (place[:: -1 if turned else 1] for place in places)
                 numbers = [writer.address(rows, weight, *pair) for pair in pairs]
-                sums.add(numbers, columns, x, now, at_lane)
-        sums.store(out, told, to, at_lane)
+                sums.add(numbers, columns, x, j, at_lane)
+        sums.store(out, told, start, at_lane)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, i, shape], write)
+    return written(types.void, [rows, i, columns, i, out, shape], write)
 
 
 tile = cast(Any, _tile)
