@@ -1144,7 +1144,8 @@ class LLM:
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
         dtype = choose_dtype(chosen.dtype, device)
-        decoder = load_model(checkpoint, device, dtype, progress)
+        backend = choose_backend(chosen.kernels, device, dtype)
+        decoder = load_model(checkpoint, device, dtype, progress, backend.empty)
         self.config = config = decoder.config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
         self.template = load_template(checkpoint)
@@ -1152,7 +1153,6 @@ class LLM:
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
-        backend = choose_backend(chosen.kernels, device, dtype)
         runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
         observer = both(observer, self._start_trace(trace))

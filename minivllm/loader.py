@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (17c2dca9): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (c6a32ade): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -9,15 +9,17 @@ raises `LoadError`, by name: nothing is skipped in silence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -180,19 +182,34 @@ def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
     return frozenset(i for i in flat if i is not None)
 
 
-def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint, one by one; `LoadError` for a lost shard."""
+Write = Callable[[Tensor], object]  # a tensor of a file to its place
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, Sequence[int], Write]]:
+    """Name and shape of every tensor of a checkpoint, and what writes it.
+
+    Raises `LoadError` for a lost shard.
+    """
     from safetensors import safe_open
 
     for file, names in _shards(folder).items():
         if not file.is_file():
             raise LoadError(f"{folder}: the shard {file.name} is missing")
         try:
-            with safe_open(file, framework="pt") as shard:
-                for name in names or shard.keys():
-                    yield name.removeprefix("model."), shard.get_tensor(name)
+            if not names:
+                with safe_open(file, framework="pt") as shard:
+                    names = [*shard.keys()]
+            for name in names:
+                with safe_open(file, framework="pt") as shard:
+                    tensor = shard.get_tensor(name)
+                ours = name.removeprefix("model.")
+                yield ours, tensor.shape, partial(_copy, tensor)
         except Exception as error:  # safetensors raises its own kinds for broken files
             raise LoadError(f"{file} cannot be read: {error}") from None
+
+
+def _copy(tensor: Tensor, out: Tensor) -> None:
+    out.copy_(tensor)
 
 
 def _shards(folder: Path) -> dict[Path, list[str]]:
@@ -231,7 +248,11 @@ GGUF_NAMES = {
 
 
 class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
-    """The package's reader on a plain array: 250,000 slices of a memmap are slow."""
+    """The package's reader on a plain array, where every list is one part.
+
+    The package makes a part of each string, 250,000 for a vocabulary, and slices a
+    memmap for it. Raises `EOFError` for what lies beyond the end.
+    """
 
     @property
     def data(self) -> Any:
@@ -240,11 +261,47 @@ class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
 
     @data.setter
     def data(self, mapped: np.memmap[Any, Any]) -> None:
-        self._data = mapped.view(np.ndarray)
+        self._data, self._file = mapped.view(np.ndarray), cast(Any, mapped.base)
+
+    def forget(self) -> None:
+        """Let go of what was read of the file; it can be read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self._file.madvise(mmap.MADV_DONTNEED)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise EOFError(f"it ends at byte {len(self.data)}, and should have {end}")
+        return super()._get(offset, dtype, count, **order)
+
+    def _get_field_parts(self, start: int, kind: int) -> Any:
+        if kind != GGUFValueType.ARRAY:
+            return super()._get_field_parts(start, kind)
+        inner, num = self._get(start, np.uint32), self._get(start + 4, np.uint64)
+        parts, types = [inner, num], [GGUFValueType.ARRAY, GGUFValueType(inner[0])]
+        if types[1] in self.gguf_scalar_to_np:
+            item, size = self.gguf_scalar_to_np[types[1]], int(num[0])
+        elif types[1] == GGUFValueType.STRING:
+            words = self.words(self.data[start + 12 :], int(num[0]))
+            item, size = np.uint8, sum(8 + len(word) for word in words)
+        else:
+            return super()._get_field_parts(start, kind)
+        parts.append(self._get(start + 12, item, size))
+        return 12 + parts[-1].nbytes, parts, [2], types
+
+    def words(self, packed: Any, num: int) -> Iterator[memoryview]:
+        """So many strings, each of them behind its length."""
+        order, left = self.endianess.name.lower(), memoryview(packed)
+        for _ in range(num):
+            end = 8 + int.from_bytes(left[:8], order)
+            if end > len(left):
+                raise EOFError("it ends within a list of strings")
+            yield left[8:end]
+            left = left[end:]
 
 
 class GGUFFile:
-    """A GGUF file: its metadata, and its tensors unpacked to float32."""
+    """A GGUF file: its metadata, and its tensors, unpacked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -259,39 +316,46 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; a leading dot stands for the family's name."""
-        field = self._reader.fields.get(f"{self.family}{key}" if key[0] == "." else key)
+        key = f"{self.family}{key}" if key[0] == "." else key
+        field = self._reader.fields.get(key)
+        if field is not None and field.types == [
+            GGUFValueType.ARRAY,
+            GGUFValueType.STRING,
+        ]:
+            return self.strings(key)
         return default if field is None else field.contents()
 
     def strings(self, key: str) -> list[str]:
-        """A metadata list of strings, decoded directly: `contents` takes seconds."""
-        field = self._reader.fields[key]
-        return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
+        """A metadata list of strings."""
+        *_, num, packed = self._reader.fields[key].parts
+        return [str(word, "utf-8") for word in self._reader.words(packed, int(num[0]))]
 
     def special_tokens(self) -> dict[str, str]:
         """The words that begin a text, end it and so on, by transformers' names."""
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-        found = {}
         with reading(self.path):
-            for theirs, ours in names.items():
-                if (i := self.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-                    field = self._reader.fields["tokenizer.ggml.tokens"]
-                    word = bytes(field.parts[field.data[i]])
-                    found[f"{ours}_token"] = word.decode("utf-8")
-        return found
+            ids = {
+                ours: self.get(f"tokenizer.ggml.{theirs}_token_id")
+                for theirs, ours in names.items()
+            }
+            words = self.strings("tokenizer.ggml.tokens")
+            return {f"{k}_token": words[i] for k, i in ids.items() if i is not None}
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Sequence[int], Write]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
         heads = self.get(".attention.head_count")
         kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
             if packed.name == ROPE_FACTORS:
                 continue  # no weight: see `rope_factors`
-            name, tensor = self._decoder_name(packed.name), _unpack(packed, dtype)
+            name, write = self._decoder_name(packed.name), partial(_unpack, packed)
             if self.family == "llama" and name.endswith(
                 ("q_proj.weight", "k_proj.weight")
             ):
-                tensor = _unpermute(tensor, heads if "q_proj" in name else kv_heads)
-            yield name, tensor
+                num_heads = heads if "q_proj" in name else kv_heads
+                write = partial(_unpack_heads, packed, num_heads)
+            yield name, _shape(packed), write
+            self._reader.forget()
 
     def _decoder_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
@@ -305,8 +369,12 @@ class GGUFFile:
 
     def rope_factors(self) -> Tensor | None:
         """What each frequency of the rotation is divided by, in Llama 3's files."""
-        found = (t for t in self._reader.tensors if t.name == ROPE_FACTORS)
-        return next((_unpack(t, torch.float32) for t in found), None)
+        for packed in self._reader.tensors:
+            if packed.name == ROPE_FACTORS:
+                factors = torch.empty(_shape(packed))
+                _unpack(packed, factors)
+                return factors
+        return None
 
     def num_embeddings(self) -> int:
         """Rows of the embedding; some files pad it beyond their vocabulary."""
@@ -320,18 +388,26 @@ class GGUFFile:
         return any(tensor.name == name for tensor in self._reader.tensors)
 
 
-CHUNK = 2**20  # numbers that are unpacked at a time
+CHUNK = 2**18  # numbers that are unpacked at a time
 
 
-def _unpack(packed: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor of the file as numbers, a few rows at a time."""
-    *_, width = shape = [int(size) for size in reversed(packed.shape)]
-    rows, tensor = np.atleast_2d(packed.data), torch.empty(shape, dtype=dtype)
-    step, out = max(1, CHUNK // width), tensor.view(-1, width)
+def _shape(packed: Any) -> list[int]:
+    return [int(size) for size in reversed(packed.shape)]
+
+
+def _unpack(packed: Any, out: Tensor) -> None:
+    """Write a tensor of the file as numbers, a few rows at a time."""
+    rows, width = np.atleast_2d(packed.data), out.shape[-1]
+    step, places = max(1, CHUNK // width), out.view(-1, width)
     for start in range(0, len(rows), step):
         some = dequantize(rows[start : start + step], packed.tensor_type)
-        out[start : start + step] = torch.from_numpy(some.copy())
-    return tensor
+        places[start : start + step] = torch.from_numpy(some.copy())
+
+
+def _unpack_heads(packed: Any, num_heads: int, out: Tensor) -> None:
+    rows = torch.empty_like(out)
+    _unpack(packed, rows)
+    out.copy_(_unpermute(rows, num_heads))
 
 
 def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
@@ -393,15 +469,20 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: bool = False,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Decoder:
-    """Load a model onto a device, in a number format. Raises `LoadError`."""
+    """Load a model onto a device, in a number format. Raises `LoadError`.
+
+    `empty` gives the memory for its weights, as `torch.empty` does.
+    """
     source = checkpoint.path if isinstance(checkpoint, GGUFFile) else checkpoint
     with reading(source):
         if isinstance(checkpoint, GGUFFile):
-            config, tensors = gguf_config(checkpoint), checkpoint.tensors(dtype)
+            config, tensors = gguf_config(checkpoint), checkpoint.tensors()
         else:
             config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-        model = build(config, tensors, device, dtype, source, progress)
+        new = partial(empty, dtype=dtype, device=device)
+        model = build(config, tensors, new, source, progress)
         if isinstance(checkpoint, GGUFFile):
             stretch(model, checkpoint.rope_factors())
         return model
@@ -418,50 +499,39 @@ def stretch(model: Decoder, factors: Tensor | None) -> None:
 
 def build(
     config: ModelConfig,
-    tensors: Iterator[tuple[str, Tensor]],
-    device: torch.device,
-    dtype: torch.dtype,
+    tensors: Iterator[tuple[str, Sequence[int], Write]],
+    empty: Callable[[Sequence[int]], Tensor],
     source: Path,
     progress: bool = False,
 ) -> Decoder:
     """Make a decoder and fill every parameter, by name."""
     with torch.device("meta"):
         model = Decoder(config)
+    model.place(empty)
     waiting = dict(model.named_parameters())
-    if config.tied_head:
-        del waiting["lm_head.weight"]
     with progress_bar("loading weights", len(waiting), progress) as advance:
-        for name, tensor in tensors:
+        for name, shape, write in tensors:
             if name.endswith("rotary_emb.inv_freq") or (
                 name == "lm_head.weight" and config.tied_head
             ):
                 continue
-            _check_place(name, tensor, waiting.pop(name, None), source)
-            _put(model, name, tensor.to(device=device, dtype=dtype))
+            _check_place(name, shape, waiting.get(name), source)
+            write(waiting.pop(name))
             advance(1)
     if waiting:
         raise LoadError(
             f"{source}: the checkpoint lacks {min(waiting)} ({len(waiting)} missing)"
         )
-    if config.tied_head:
-        model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
 
 
-def _check_place(name: str, tensor: Tensor, place: Tensor | None, source: Path) -> None:
+def _check_place(
+    name: str, shape: Sequence[int], place: Tensor | None, source: Path
+) -> None:
     if place is None:
         raise LoadError(
             f"{source}: the checkpoint's tensor {name} has no place in the model"
         )
-    if tensor.shape != place.shape:
-        shapes = f"{list(tensor.shape)}, expected {list(place.shape)}"
+    if list(shape) != list(place.shape):
+        shapes = f"{list(shape)}, expected {list(place.shape)}"
         raise LoadError(f"{source}: tensor {name} has shape {shapes}")
-
-
-def _put(model: Decoder, name: str, tensor: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(
-        model.get_submodule(owner),
-        leaf,
-        torch.nn.Parameter(tensor, requires_grad=False),
-    )
