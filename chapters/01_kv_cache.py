@@ -164,8 +164,8 @@ for step in (1, 2, 3, 128):
     rows.append(("with", [*words, (kept, known - kept, "computed", new)]))
 draw_rows(
     rows,
-    caption="What a step computes (dark) and what it reads from memory (light), without and "
-    "with a cache. From step 2 on the cached run computes one token: the sliver at the end.",
+    caption="What a step computes and what it reads from memory, without and with a cache. "
+    "From step 2 on the cached run computes one token: the sliver at the end.",
 )
 
 # %% [markdown]

@@ -341,7 +341,7 @@ draw_rows(
     rows,
     unit=20,
     caption="The seven query rows of the batch, and the slots that each may look at; the number "
-    "in a cell is the token that lies there. Dark: the row's own token. Blue: pages that D "
+    "in a cell is the token that lies there. Indigo: the row's own token. Blue: pages that D "
     "shares with B, four of whose tokens B writes in this very pass.",
 )
 
@@ -453,7 +453,7 @@ for start, end, plan in moments:
     new, read = plan.write_slots.tolist(), plan.chunks[0].context.tolist()
     filled |= dict(zip(new, range(start, end), strict=True))
     what = f"token {start}" if end - start == 1 else f"tokens {start} to {end - 1}"
-    caption = f"A layer writes {what} (dark) where the table says, then gathers in token order."
+    caption = f"A layer writes {what} (indigo) where the table says, then gathers in token order."
     frames.append(memory_picture(filled, new, read, caption))
 Steps(frames)
 
@@ -1229,7 +1229,7 @@ draw_rows(
     ],
     unit=7,
     caption="One token in one layer. The query is gone when the layer is done; the key and the "
-    "value go to the token's own slot (the dark end of page 4) and stay for all who come later.",
+    "value go to the token's own slot (the indigo end of page 4) and stay for all who come later.",
 )
 
 # %% [markdown]
