@@ -1045,7 +1045,7 @@ def cut(start: int, end: int, size: int) -> list[tuple[int, int]]:
 # %% tags=["hide-input"]
 from minivllm.attention import plan_batch
 from minivllm.batch import Chunk
-from minivllm.drawing import draw_rows
+from minivllm.drawing import CHAR, draw_rows
 from minivllm.kernels_numba import arrange
 from minivllm.request import encode_ids
 
@@ -2114,7 +2114,8 @@ for (dtype, who, requests), parts in breakdowns.items():
     whole = 1e3 * sum(parts.values())
     for part, colour in [*colours.items(), ("rest", "plain")]:
         length = 1e3 * parts[part] if part in parts else whole - start
-        label = part if length > 1.6 * len(part) else ""  # where there is room
+        room = 4 * length - 2 * 6  # of its pixels, with a margin at both ends
+        label = part if room >= CHAR * len(part) else ""
         cells.append((start, length, colour, label))
         start += length
     rows.append(
