@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (c6a32ade): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (c3b6f63b): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
@@ -40,6 +40,8 @@ def reading(source: object) -> Iterator[None]:
         yield
     except LoadError:
         raise
+    except KeyError as error:
+        raise LoadError(f"{source} cannot be read as a model: no {error}") from error
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise LoadError(f"{source} cannot be read as a model: {what}") from error
@@ -112,24 +114,33 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder}: unknown architecture {family!r} (known: {', '.join(FAMILIES)})"
         )
     _refuse(folder, raw)
-    rope = raw.get("rope_parameters") or raw
+    rope, heads = raw.get("rope_parameters") or {}, raw["num_attention_heads"]
+    theta, vocab = _given(raw, "rope_theta", 10_000.0), raw["vocab_size"]
+    tied = _given(raw, "tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise LoadError(f"{folder}: tie_word_embeddings is neither true nor false")
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab,
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or _default_head_dim(raw),
-        max_context=raw.get("max_position_embeddings", 2048),
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        num_heads=heads,
+        num_kv_heads=_given(raw, "num_key_value_heads", heads),
+        head_dim=_given(raw, "head_dim", _default_head_dim(raw)),
+        max_context=_given(raw, "max_position_embeddings", 2048),
+        rope_theta=_given(rope, "rope_theta", theta),
         rope_scaling=_rope_scaling(folder, raw),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        tied_head=raw.get("tie_word_embeddings", False),
+        norm_eps=_given(raw, "rms_norm_eps", 1e-6),
+        tied_head=tied,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        eos_token_ids=_eos_ids(folder, raw),
+        eos_token_ids=end_tokens(folder, vocab, _eos_ids(folder, raw)),
     )
+
+
+def _given(raw: Mapping[str, Any], key: str, usual: Any) -> Any:
+    """What a table says, unless it is nothing; 0 is something, and may be wrong."""
+    return usual if (value := raw.get(key)) is None else value
 
 
 def _default_head_dim(raw: dict[str, Any]) -> int:
@@ -173,13 +184,22 @@ def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
     return dict(scaling)
 
 
-def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
+def _eos_ids(folder: Path, raw: dict[str, Any]) -> Iterator[object]:
     """End tokens of config.json and generation_config.json together."""
     found = [raw.get("eos_token_id")]
     if (folder / "generation_config.json").is_file():
         found.append(read_json(folder / "generation_config.json").get("eos_token_id"))
-    flat = [i for ids in found for i in (ids if isinstance(ids, list) else [ids])]
-    return frozenset(i for i in flat if i is not None)
+    for ids in found:
+        yield from ids if isinstance(ids, list) else [ids]
+
+
+def end_tokens(source: Path, vocab: int, found: Iterable[object]) -> frozenset[int]:
+    """Those that are given; a `LoadError` for one that is not in the vocabulary."""
+    ids = [i for i in found if i is not None]
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab:
+            raise LoadError(f"{source}: the end token {i!r} is not in the vocabulary")
+    return frozenset(cast(list[int], ids))
 
 
 Write = Callable[[Tensor], object]  # a tensor of a file to its place
@@ -217,7 +237,14 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards: dict[Path, list[str]] = {}
-        for name, file in read_json(index).get("weight_map", {}).items():
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not all(
+            isinstance(f, str) for f in table.values()
+        ):
+            raise LoadError(
+                f"{index}: weight_map is no table of tensors and their files"
+            )
+        for name, file in table.items():
             shards.setdefault(folder / file, []).append(name)
         return shards
     single = folder / "model.safetensors"
@@ -325,6 +352,12 @@ class GGUFFile:
             return self.strings(key)
         return default if field is None else field.contents()
 
+    def __getitem__(self, key: str) -> Any:
+        """The same of one that must be there: `KeyError`."""
+        if (value := self.get(key)) is None:
+            raise KeyError(f"{self.family}{key}" if key[0] == "." else key)
+        return value
+
     def strings(self, key: str) -> list[str]:
         """A metadata list of strings."""
         *_, num, packed = self._reader.fields[key].parts
@@ -343,7 +376,7 @@ class GGUFFile:
 
     def tensors(self) -> Iterator[tuple[str, Sequence[int], Write]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
-        heads = self.get(".attention.head_count")
+        heads = self[".attention.head_count"]
         kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
             if packed.name == ROPE_FACTORS:
@@ -420,8 +453,11 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
     """Refuse what would change the numbers and is not handled."""
     reasons = {
         "rope scaling": file.get(".rope.scaling.type", "none") != "none"
-        or file.get(".rope.scale_linear", 1.0) != 1.0,
+        or file.get(".rope.scale_linear", 1.0) != 1.0
+        or file.get(".rope.scaling.factor", 0.0) not in (0.0, 1.0),
         "a partial rotation": file.get(".rope.dimension_count", head_dim) != head_dim,
+        "another size of values": file.get(".attention.value_length", head_dim)
+        != head_dim,
         "a sliding window": file.get(".attention.sliding_window", 0),
         "a mixture of experts": file.get(".expert_count", 0),
     }
@@ -432,25 +468,26 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
-    heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
+    heads, hidden = file[".attention.head_count"], file[".embedding_length"]
+    vocab = file.num_embeddings()
     head_dim = file.get(".attention.key_length", hidden // heads)
     refuse_gguf(file, head_dim)
     eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
-        vocab_size=file.num_embeddings(),
+        vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=file.get(".feed_forward_length"),
-        num_layers=file.get(".block_count"),
+        intermediate_size=file[".feed_forward_length"],
+        num_layers=file[".block_count"],
         num_heads=heads,
         num_kv_heads=file.get(".attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=file.get(".context_length"),
+        max_context=file[".context_length"],
         rope_theta=file.get(".rope.freq_base", 10_000.0),
-        norm_eps=file.get(".attention.layer_norm_rms_epsilon"),
+        norm_eps=file[".attention.layer_norm_rms_epsilon"],
         tied_head=not file.has_tensor("output.weight"),
         qkv_bias=file.family == "qwen2",
         qk_norm=file.family == "qwen3",
-        eos_token_ids=frozenset(i for i in eos if i is not None),
+        eos_token_ids=end_tokens(file.path, vocab, eos),
     )
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from gguf_files import gguf_name, write_gguf
 from tiny_models import MODELS, tiny
@@ -140,6 +140,49 @@ def test_each_family_has_the_same_logits(name, tmp_path):
     assert kept == replace(
         model.decoder.config, eos_token_ids=frozenset(), norm_eps=kept.norm_eps
     )
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, "rope scaling"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling"),
+        ({"llama.attention.value_length": 32}, "another size of values"),
+        ({"llama.attention.value_length": 64, "llama.rope.scaling.factor": 0.0}, None),
+        ({"tokenizer.ggml.eos_token_id": 64}, "the end token 64 is not in"),
+    ],
+)
+def test_what_would_change_the_numbers(facts, named, weights, tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", SIZES, weights, facts=facts)
+    if named is None:
+        assert load(path)
+        return
+    with pytest.raises(LoadError, match=named):
+        load(path)
+
+
+def test_a_file_that_is_cut_off_says_so(weights, tmp_path):
+    """Wherever: at its head, within a list, a tensor's table, the last tensor."""
+    path = write_gguf(tmp_path / "x.gguf", SIZES, weights)
+    whole = path.read_bytes()
+    assert load(path)
+    for size in [*range(1, 4000, 97), len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(LoadError, match="it ends") as told:
+            load(path)
+        assert "x.gguf" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_lists_are_read_as_the_package_reads_them():
+    """Every value of the default model's file, and no list in thousands of parts."""
+    file = open_checkpoint("smollm2")
+    theirs = GGUFReader(str(file.path))
+    assert len(theirs.fields) > 30
+    for name, field in theirs.fields.items():
+        assert file.get(name) == field.contents(), name
+        assert len(file._reader.fields[name].parts) < 8
+    for ours, told in zip(file._reader.tensors, theirs.tensors, strict=True):
+        assert ours.name == told.name and np.array_equal(ours.data, told.data)
 
 
 # ---- Tokenizers ----------------------------------------------------------------------
