@@ -51,9 +51,8 @@ first, second = llm.generate([prompt, prompt], answer)
 
 def show(name: str, output) -> None:
     size, cached = len(output.prompt_token_ids), output.num_cached_tokens
-    print(
-        f"{name:7} {cached:3} of {size} prompt tokens reused · {output.outputs[0].text!r}"
-    )
+    print(f"{name:7} {cached:3} of {size} prompt tokens reused")
+    print(f"  {output.outputs[0].text!r}")
 
 
 show("first", first)

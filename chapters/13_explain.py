@@ -1031,6 +1031,9 @@ def explain(
 
 
 # %% name="named" claims="S14 S16"
+from textwrap import fill
+
+
 def explained(engine: Engine, *visits: Arrival, publish="step") -> list[RequestOutput]:
     explain(engine, publish, text_of)
     return serve(engine, *visits)
@@ -1041,7 +1044,8 @@ for fault in FAULTS:
     engine, visits = fault(**USUAL)
     publish = "finish" if fault is late_publication else "step"
     last_of[fault] = reuse = explained(engine, *visits, publish=publish)[-1].reuse
-    print(f"{fault.__name__}, question {reuse.step}:\n   {reuse}")
+    print(f"{fault.__name__}, question {reuse.step}:")
+    print(fill(str(reuse), 88, initial_indent="   ", subsequent_indent="   "))
 assert [reuse.step for reuse in last_of.values()] == [1, 2, 2, 4]
 
 # %% [markdown]
@@ -1089,7 +1093,7 @@ draw_rows(
 
 # %% name="together" claims="S17"
 first, second = explained(make_engine(), visit(0, QUESTION), visit(0, QUESTION))
-print(second.reuse)
+print(fill(str(second.reuse), 88))
 
 # %% [markdown]
 # That is the puzzle of [the prologue](00_puzzle.md), in one sentence, and its cure is in chapters 9
@@ -1112,7 +1116,7 @@ SENT = [
 ]
 for name, visits in SENT:
     output = serve(engine, *visits)[-1]
-    print(f"{name:10} {output.reuse}")
+    print(fill(f"{name:10} {output.reuse}", 88, subsequent_indent=11 * " "))
 
 # %% [markdown]
 # Read the reasons, not the numbers. A program that adds a BOS (here `<`) misses all of it. A
@@ -1205,12 +1209,14 @@ for num_tokens in (1_000_000, 2_000):
     print(f"{num_tokens:7} tokens: {dict(told[num_tokens])}")
     size, ghosts = explainer.history.total_size, len(explainer.pages.fates)
     print(f"        keeps {size} tokens and {ghosts} ghosts")
-print(next(str(o.reuse) for o in reversed(outputs) if "forgotten" in str(o.reuse)))
+print("the last of them that says so:")
+unsure = next(str(o.reuse) for o in reversed(outputs) if "forgotten" in str(o.reuse))
+print(fill(unsure, 88))
 
 # %% [markdown]
 # With little memory it keeps [2000](#bounded) tokens, and of many prompts it cannot say any more
 # that they were evicted. It then says *new*, and its verdict is that there was nothing to find; only the
-# reservation in the last line tells that this may be wrong. It never leaves the reservation out; a property test holds it against a log of
+# reservation at the end tells that this may be wrong. It never leaves the reservation out; a property test holds it against a log of
 # everything, with memories of all sizes, under every choice of the engine.
 #
 # And time? On the real model (SmolLM2 on one CPU thread) rounds with and without took turns:

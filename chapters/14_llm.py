@@ -1393,7 +1393,8 @@ class LLM(LLM):
 def _params_for(num_prompts: int, given: Params) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * num_prompts
-    several = list(given) if isinstance(given, Sequence) else [given]
+    alone = isinstance(given, str) or not isinstance(given, Sequence)
+    several: list[Any] = [given] if alone else list(given)
     for each in several:
         if not isinstance(each, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {each!r}")
@@ -1556,9 +1557,12 @@ print(
 # the tokens where two prompts part. Print it, or read its fields. `explain=False` turns it off.
 
 # %% name="why"
+from textwrap import fill
+
 changed = question.replace("guide says", "new guide says", 1)
 print(output.reuse)
-print(llm.generate(changed, SamplingParams(temperature=0, max_tokens=4))[0].reuse)
+[output] = llm.generate(changed, SamplingParams(temperature=0, max_tokens=4))
+print(fill(str(output.reuse), 88))
 
 # %% [markdown]
 # This is what the line `LLM(model="smollm2")` has put together:

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (5b8ae1b7): edit the chapter.
+# Exported from chapters/14_llm.py (820a63e8): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -326,7 +326,8 @@ Stream = Generator[RequestOutput, None, None]
 def _params_for(num_prompts: int, given: Params) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * num_prompts
-    several = list(given) if isinstance(given, Sequence) else [given]
+    alone = isinstance(given, str) or not isinstance(given, Sequence)
+    several: list[Any] = [given] if alone else list(given)
     for each in several:
         if not isinstance(each, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {each!r}")
