@@ -164,7 +164,7 @@ def label_of(function: Callable[..., Any]) -> str:
 
 # %% [markdown]
 # `fastmath` allows sums in another order, which is what vectors of 16 numbers need; `numpy` as error
-# model divides by 0 as NumPy does, without a test in each turn of the loop.
+# model divides by 0 as NumPy does, without a test in each pass of the loop.
 #
 # And both cores? PyTorch has a team of threads already, OpenMP's, one for each core. After each
 # call they spin for some milliseconds, for the next one may come. A second team, Numba's own, would find the
@@ -194,8 +194,8 @@ HAS_TEAM = has_team()
 
 
 @intrinsic
-def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
-    """part(i, *given) for each i below a number, shared out among the threads."""
+def _hand_out(typing: Any, part: Any, number: Any, given: Any) -> Any:
+    """part(i, *given) for each i below a number, handed out to the threads."""
     kinds = (types.intp, *given)
     signature = part.get_call_type(typing, kinds, {})
     made = part.dispatcher.overloads[signature.args]
@@ -228,15 +228,15 @@ def write_team(
     unpacked = own.load(own.bitcast(member.args[0], room.type))
     end, given, flag, next_one = cgutils.unpack_tuple(own, unpacked, 4)
     items, call = cgutils.unpack_tuple(own, given), context.call_internal_no_propagate
-    turn = own.append_basic_block()
-    own.branch(turn)
-    own.position_at_end(turn)
+    loop = own.append_basic_block()
+    own.branch(loop)
+    own.position_at_end(loop)
     i = own.atomic_rmw("add", next_one, ir.Constant(count, 1), "monotonic")
     with own.if_then(own.icmp_signed("<", i, end)):
         status, _ = call(own, function, signature, [i, *items])
         with own.if_then(status.is_error, likely=False):
             own.store(ir.Constant(ir.IntType(1), 1), flag)
-        own.branch(turn)
+        own.branch(loop)
     own.ret_void()
     few = builder.icmp_signed("<", values[0], ir.Constant(count, 2))
     as_many_as_set, alone = ir.Constant(number, 0), ir.Constant(number, 1)
@@ -257,15 +257,15 @@ def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> 
     )
 
 
-share = cast(Any, _share)
+hand_out = cast(Any, _hand_out)
 
 
-def shared(part: Callable[..., None]) -> Callable[..., None]:
+def in_parts(part: Callable[..., None]) -> Callable[..., None]:
     """A kernel that does part(i, *given) for each i below its first argument."""
     one = compiled(part)
 
     def by_all(number: Any, *given: Any) -> None:
-        share(one, number, given)
+        hand_out(one, number, given)
 
     def by_one(number: Any, *given: Any) -> None:
         for i in range(number):
@@ -320,16 +320,16 @@ from minivllm.attention import ChunkPlan, PagedAttention, Plan, shared_runs
 from minivllm.linear import Multiply, packed_product
 from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
-from minivllm.vectors import Float, compiled, config, shared
+from minivllm.vectors import Float, compiled, config, in_parts
 
-WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+WIDTH, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
 MOST = 32  # tokens: with more of them a product is work, and no longer reading
 SPAN = 128  # lanes that a core takes, where there are more
 
 
 def by_lanes(kernel: Callable[..., None]) -> Callable[..., None]:
     """The kernel for all lanes of its first array; it gets those of one core's part."""
-    part = shared(kernel)
+    part = in_parts(kernel)
 
     def run(*given: Any) -> None:
         lanes = given[0].shape[1]
@@ -389,14 +389,14 @@ def exp(x: Any) -> Any:
     """e**x, x held between -87 and 88: a power of 2 by its bits, and a polynomial."""
     y = min(max(x, Float(-87.0)), Float(88.0)) * Float(1.44269504)
     whole = np.floor(y + Float(0.5))
-    part = y - whole
+    rest = y - whole
     p = Float(1.535336e-4)
-    p = p * part + Float(1.339887e-3)
-    p = p * part + Float(9.618437e-3)
-    p = p * part + Float(5.550332e-2)
-    p = p * part + Float(2.402265e-1)
-    p = p * part + Float(6.931472e-1)
-    p = p * part + Float(1.0)
+    p = p * rest + Float(1.339887e-3)
+    p = p * rest + Float(9.618437e-3)
+    p = p * rest + Float(5.550332e-2)
+    p = p * rest + Float(2.402265e-1)
+    p = p * rest + Float(6.931472e-1)
+    p = p * rest + Float(1.0)
     return p * float_of(np.uint32((whole + Float(127.0)) * Float(2**23)))
 
 
@@ -404,7 +404,7 @@ def exp(x: Any) -> Any:
 from minivllm.vectors import exp
 
 
-@shared
+@in_parts
 def gate_some(part: Any, gates: Any, ups: Any, out: Any) -> None:
     """A core's part of `gate`."""
     for i in range(part * SOME, min((part + 1) * SOME, len(out))):
@@ -416,7 +416,7 @@ SOME = 16_384  # numbers that a core takes
 
 @compiled
 def gate(both: Any, out: Any) -> None:
-    """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
+    """out = silu(first half) * second half, [2 * inner, lanes] -> [inner, lanes]."""
     gates, ups = both[: len(out)].reshape(-1), both[len(out) :].reshape(-1)
     told = out.reshape(-1)
     gate_some(-(-len(told) // SOME), gates, ups, told)
@@ -443,7 +443,7 @@ def norm_heads(
 
 @by_lanes
 def rotate(part: Any, span: Any, heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
-    """Turn the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
+    """Rotate the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
     first, last, half = part * span, (part + 1) * span, len(cos)
     for start in range(0, num_rows, 2 * half):
         for i in range(half):
@@ -539,9 +539,9 @@ LINE_BITS = 512  # what memory brings at a time
 class Vector(types.Type):
     """So many float32, side by side."""
 
-    def __init__(self, lanes: int) -> None:
-        super().__init__(f"Vector({lanes})")
-        self.lanes = lanes
+    def __init__(self, width: int) -> None:
+        super().__init__(f"Vector({width})")
+        self.width = width
 
 
 @register_model(Vector)
@@ -549,7 +549,7 @@ class VectorModel(models.PrimitiveModel):
     """A `Vector` is one value for LLVM too."""
 
     def __init__(self, manager: Any, kind: Vector) -> None:
-        llvm_kind = ir.VectorType(FLOAT, kind.lanes)
+        llvm_kind = ir.VectorType(FLOAT, kind.width)
         super().__init__(manager, kind, llvm_kind)  # type: ignore[no-untyped-call]
 
 
@@ -574,32 +574,32 @@ class Writer:
         start = b.gep(b.bitcast(made.data, BYTE.as_pointer()), [row])
         return b.gep(b.bitcast(start, made.data.type), [j])
 
-    def load(self, at: Any, bits: int, lanes: int) -> Any:
+    def load(self, at: Any, bits: int, width: int) -> Any:
         """The numbers from an address on; 16 bits are the upper half of a float32."""
-        b, source = self.builder, ir.VectorType(ir.IntType(bits), lanes)
+        b, source = self.builder, ir.VectorType(ir.IntType(bits), width)
         given = b.load(b.bitcast(at, source.as_pointer()), align=bits // 8)
         if bits == 16:
-            wide = ir.VectorType(INT, lanes)
-            given = b.shl(b.zext(given, wide), ir.Constant(wide, [16] * lanes))
-        return b.bitcast(given, ir.VectorType(FLOAT, lanes))
+            words = ir.VectorType(INT, width)
+            given = b.shl(b.zext(given, words), ir.Constant(words, [16] * width))
+        return b.bitcast(given, ir.VectorType(FLOAT, width))
 
     def store(self, vector: Any, at: Any) -> None:
         """To an address of float32."""
         at = self.builder.bitcast(at, vector.type.as_pointer())
         self.builder.store(vector, at, align=4)
 
-    def spread(self, number: Any, lanes: int) -> Any:
-        """The same in all lanes."""
-        kind, zeros = ir.VectorType(number.type, lanes), ir.VectorType(INT, lanes)
+    def spread(self, number: Any, width: int) -> Any:
+        """The same, everywhere in a vector."""
+        kind, zeros = ir.VectorType(number.type, width), ir.VectorType(INT, width)
         nothing = ir.Constant(kind, ir.Undefined)
         one = self.builder.insert_element(nothing, number, ir.Constant(INT, 0))
         return self.builder.shuffle_vector(
-            one, nothing, ir.Constant(zeros, [0] * lanes)
+            one, nothing, ir.Constant(zeros, [0] * width)
         )
 
-    def zero(self, lanes: int) -> Any:
-        """0 in all lanes."""
-        return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+    def zero(self, width: int) -> Any:
+        """0, everywhere in a vector."""
+        return ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c."""
@@ -609,7 +609,7 @@ class Writer:
     def sums(self, vectors: Sequence[Any]) -> Any:
         """One number for each of some vectors, side by side.
 
-        They are a power of two, and not more than a vector has lanes.
+        They are a power of two, and not more than a vector is wide.
 
         Halves are added, and theirs. Two vectors of halves are one vector, so the work
         shrinks as their number does.
@@ -619,10 +619,10 @@ class Writer:
         while block > 1:
             block, alone = block // 2, len(vectors) == 1
             pairs = [*zip(vectors[::2], vectors[not alone :: 2], strict=True)]
-            lanes = vectors[0].type.count // (1 + alone)
-            starts = range(0, 2 * lanes, 2 * block)
+            width = vectors[0].type.count // (1 + alone)
+            starts = range(0, 2 * width, 2 * block)
             left = [start + k for start in starts for k in range(block)]
-            kind = ir.VectorType(INT, lanes)
+            kind = ir.VectorType(INT, width)
             chosen = [ir.Constant(kind, [i + by for i in left]) for by in (0, block)]
             halves = [[shuffle(a, b, which) for which in chosen] for a, b in pairs]
             vectors = [add(a, b, flags=LOOSE) for a, b in halves]
@@ -655,13 +655,13 @@ def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _load(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
-    many, bits = lanes.literal_value, array.dtype.bitwidth
+def _load(typing: Any, array: Any, i: Any, j: Any, width: Any) -> Any:
+    many, bits = width.literal_value, array.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> Any:
         return writer.load(writer.address(array, *given[:3]), bits, many)
 
-    return written(Vector(many), [array, types.intp, types.intp, lanes], write)
+    return written(Vector(many), [array, types.intp, types.intp, width], write)
 
 
 @intrinsic
@@ -692,9 +692,9 @@ load, store, larger = cast(Any, (_load, _store, _larger))
 # writes it into a row of its own, and then attention reads it again. A decode step does this with
 # all contexts, and they are the larger part of what it reads. A kernel can follow the page table, one slot
 # after the other. What a processor guesses about the next read is wrong there at the end of
-# each page; we know better, and ask for the slot that comes some turns later.
+# each page; we know better, and ask for the slot that comes some slots later.
 #
-# What is one core's share? A request is too much: with one request the other core would wait. So
+# How much does one core do at a time? A request is too much: with one request the other core would wait. So
 # contexts are cut into *pieces* of about 128 tokens. A piece divides its weights by their sum. It
 # leaves the average of its values and the logarithm of that sum, as chapter 5's `attend` does. Here a vector lies along a head, and
 # not across requests: each request has a context of its own, and no number of it meets two of them.
@@ -737,9 +737,9 @@ class Reader:
         place = self.writer.builder.add(self.column, self.writer.index(j))
         return self.writer.address(self.kind, self.memory, slot, place)
 
-    def read(self, slot: Any, j: int, lanes: int) -> Any:
+    def read(self, slot: Any, j: int, width: int) -> Any:
         """Some numbers of a head."""
-        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, lanes)
+        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, width)
 
     def ask(self, slot: Any, head_dim: int) -> None:
         """Let memory bring a head."""
@@ -761,9 +761,9 @@ def _score(
 ) -> Any:
     """scores[head + g, i] = asked[head + g] * the key in slots[i], from `column` on.
 
-    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, lanes).
+    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, width).
     """
-    group, many, head_dim, lanes = (each.literal_value for each in shape)
+    group, many, head_dim, width = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         queries, start, memory, begin, places, i, told, _ = given
@@ -773,12 +773,12 @@ def _score(
         some = [reader.slot(i, n) for n in range(many)]
         for n in range(many):
             reader.ask(reader.slot(i, many + n), head_dim)
-        sums = [[writer.zero(lanes)] * many for _ in heads]
-        for j in range(0, head_dim, lanes):
+        sums = [[writer.zero(width)] * many for _ in heads]
+        for j in range(0, head_dim, width):
             places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
-            wanted = [writer.load(at, 32, lanes) for at in places_of]
+            wanted = [writer.load(at, 32, width) for at in places_of]
             for n, slot in enumerate(some):
-                key = reader.read(slot, j, lanes)
+                key = reader.read(slot, j, width)
                 for own, query in zip(sums, wanted, strict=True):
                     own[n] = writer.multiply_add(query, key, own[n])
         for own, h in zip(sums, heads, strict=True):
@@ -803,31 +803,31 @@ def _average(
 ) -> Any:
     """out[head + g] += the sum of scores[head + g, i] * the value in slots[i].
 
-    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, lanes).
+    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, width).
     """
-    group, _, head_dim, lanes = (each.literal_value for each in shape)
+    group, _, head_dim, width = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         weights, start, memory, begin, places, from_slot, to_slot, told, _ = given
         index, b = writer.index, writer.builder
         reader = Reader(writer, (values, memory), (slots, places), begin)
         heads = [b.add(start, index(g)) for g in range(group)]
-        parts = [index(j) for j in range(0, head_dim, lanes)]
+        parts = [index(j) for j in range(0, head_dim, width)]
         places_of = [[writer.address(out, told, h, j) for j in parts] for h in heads]
         totals = [
-            [cgutils.alloca_once_value(b, writer.load(at, 32, lanes)) for at in row]
+            [cgutils.alloca_once_value(b, writer.load(at, 32, width)) for at in row]
             for row in places_of
         ]
         steps = (from_slot, to_slot, index(1))
         with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
             slot = reader.slot(i, 0)
             reader.ask(reader.slot(i, AHEAD), head_dim)
-            found = [reader.read(slot, j, lanes) for j in range(0, head_dim, lanes)]
+            found = [reader.read(slot, j, width) for j in range(0, head_dim, width)]
             for own, h in zip(totals, heads, strict=True):
-                share = b.load(writer.address(scores, weights, h, i))
-                share = writer.spread(share, lanes)
+                weight = b.load(writer.address(scores, weights, h, i))
+                weight = writer.spread(weight, width)
                 for total, value in zip(own, found, strict=True):
-                    b.store(writer.multiply_add(share, value, b.load(total)), total)
+                    b.store(writer.multiply_add(weight, value, b.load(total)), total)
         for own, row in zip(totals, places_of, strict=True):
             for total, at in zip(own, row, strict=True):
                 writer.store(b.load(total), at)
@@ -853,19 +853,19 @@ def weigh(scores: Any) -> Any:
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - largest)
         total += scores[i]
-    share = Float(1) / total
+    scale = Float(1) / total
     for i in range(len(scores)):
-        scores[i] *= share
+        scores[i] *= scale
     return largest + np.log(total)
 
 
 def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
-    """Heads and slots at a time, as many sums as registers hold; head_dim; lanes."""
-    lanes, most = math.gcd(head_dim, WIDE), WIDE + WIDE // 2
+    """Heads and slots at a time, as many sums as registers hold; head_dim; width."""
+    width, most = math.gcd(head_dim, WIDTH), WIDTH + WIDTH // 2
     fits = (n for n in range(group, 1, -1) if group % n == 0)
-    heads = next((n for n in fits if n * head_dim <= most * lanes), 1)
-    slots = next(n for n in (8, 4, 2, 1) if n <= lanes and n * heads <= most)
-    return heads, slots, head_dim, lanes
+    heads = next((n for n in fits if n * head_dim <= most * width), 1)
+    slots = next(n for n in (8, 4, 2, 1) if n <= width and n * heads <= most)
+    return heads, slots, head_dim, width
 
 
 STRIP = 16  # slots that are averaged for a head before the next
@@ -915,7 +915,7 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
                 column = head // group * head_dim
                 average(scores, head, values, column, slots, first, end, told, shape)
 
-    return shared(attend)
+    return in_parts(attend)
 
 
 # %% [markdown]
@@ -926,7 +926,7 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
 
 
 # %% export="kernels_numba.py"
-PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
+PIECE = 128  # tokens of context: enough to divide among cores, few to merge
 SHARED = 256  # the same, for a context that several share
 LONGER = 512  # for the new tokens of a prompt
 READERS = 16  # new tokens of a prompt that read it together
@@ -1001,9 +1001,9 @@ def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
     return slots.reshape(len(chunks), -1)
 
 
-def as_table(rows: Iterable[Sequence[int]], width: int) -> Any:
+def as_table(rows: Iterable[Sequence[int]], size: int) -> Any:
     """Rows of numbers as an array; quicker than `np.array` finds out what they are."""
-    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, width)
+    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, size)
 
 
 Numbers = list[tuple[int, ...]]
@@ -1084,24 +1084,27 @@ draw_rows(
 # %% export="vectors.py"
 @intrinsic(prefer_literal=True)
 def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> Any:
-    """out[first + r, t] = rows[first + r] * x[t]; `shape` is (rows, tokens, wide)."""
-    many, tokens, wide = (each.literal_value for each in shape)
+    """out[first + r, t] = rows[first + r] * x[t]; `shape` is (rows, tokens, width)."""
+    many, tokens, width = (each.literal_value for each in shape)
     bits = rows.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         weight, start, inputs, told, _ = given
         index, b = writer.index, writer.builder
-        none = writer.zero(wide)
+        none = writer.zero(width)
         places = [b.add(start, index(r)) for r in range(many)]
         sums = [
             [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
         ]
         end = b.extract_value(writer.array(rows, weight).shape, 1)
-        with cgutils.for_range_slice(b, index(0), end, index(wide), inc=True) as (i, _):
+        with cgutils.for_range_slice(b, index(0), end, index(width), inc=True) as (
+            i,
+            _,
+        ):
             some = [writer.address(rows, weight, place, i) for place in places]
-            weights = [writer.load(at, bits, wide) for at in some]
+            weights = [writer.load(at, bits, width) for at in some]
             for t in range(tokens):
-                taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
+                taken = writer.load(writer.address(x, inputs, index(t), i), 32, width)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
             for place in places:
@@ -1126,37 +1129,42 @@ dots = cast(Any, _dots)
 
 # %% export="vectors.py"
 class Tile:
-    """Writes sums [rows, vectors * wide] that stay in registers."""
+    """Writes sums [rows, vectors * width] that stay in registers."""
 
-    def __init__(self, writer: Writer, num_rows: int, vectors: int, wide: int) -> None:
-        self.writer, self.wide, self.starts = (
+    def __init__(self, writer: Writer, num_rows: int, vectors: int, width: int) -> None:
+        self.writer, self.width, self.starts = (
             writer,
-            wide,
-            range(0, vectors * wide, wide),
+            width,
+            range(0, vectors * width, width),
         )
-        b, none = writer.builder, writer.zero(wide)
+        b, none = writer.builder, writer.zero(width)
         self.totals = [
             [cgutils.alloca_once_value(b, none) for _ in self.starts]
             for _ in range(num_rows)
         ]
 
-    def add(self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, lane: Any) -> None:
-        """To each row: its number, at an address, times x[i, lane:]."""
+    def add(
+        self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, column: Any
+    ) -> None:
+        """To each row: its number, at an address, times x[i, column:]."""
         writer, b, taken = self.writer, self.writer.builder, []
         for start in self.starts:
-            at = writer.address(kind, x, i, b.add(lane, writer.index(start)))
-            taken.append(writer.load(at, 32, self.wide))
+            at = writer.address(kind, x, i, b.add(column, writer.index(start)))
+            taken.append(writer.load(at, 32, self.width))
         for at, row in zip(numbers, self.totals, strict=True):
-            number = writer.spread(b.load(at), self.wide)
+            number = writer.spread(b.load(at), self.width)
             for total, other in zip(row, taken, strict=True):
                 b.store(writer.multiply_add(number, other, b.load(total)), total)
 
-    def store(self, kind: Any, out: Any, first: Any, lane: Any) -> None:
-        """As out[first + r, lane:]."""
+    def store(self, kind: Any, out: Any, first: Any, column: Any) -> None:
+        """As out[first + r, column:]."""
         writer, b = self.writer, self.writer.builder
         for r, row in enumerate(self.totals):
             for total, start in zip(row, self.starts, strict=True):
-                place = b.add(first, writer.index(r)), b.add(lane, writer.index(start))
+                place = (
+                    b.add(first, writer.index(r)),
+                    b.add(column, writer.index(start)),
+                )
                 writer.store(b.load(total), writer.address(kind, out, *place))
 
 
@@ -1170,93 +1178,93 @@ for width in (smollm2.hidden_size, smollm2.intermediate_size):
 
 # %% [markdown]
 # The nearest cache of the records' machine has 48 KB. Next to the present rows the coming [37](#near) are thrown out again before
-# their turn, and the same happens to 16-bit rows if they are widened into a place of their own. Nor does it help to
+# they are needed, and the same happens to 16-bit rows if they are widened into a place of their own. Nor does it help to
 # ask for much in a row: a processor keeps track of a dozen or so requests, and at the next one everything waits,
-# the arithmetic too. So a `stream` goes along its rows 32 numbers at a time. It widens only these. It
-# asks for those that come three turns later, one row in each step of the arithmetic, and at the end of the rows for
+# the arithmetic too. So a `sweep` goes along its rows 32 numbers at a time. It widens only these. It
+# asks for those that come three stretches later, one row in each step of the arithmetic, and at the end of the rows for
 # the beginning of the next.
 #
 # Widening has a shortcut. Two neighbours of 16 bits are one word of 32. Its upper half is a float32 as it
 # stands, once the lower is cleared; and its lower half is one when it is moved up. So 32 numbers become two vectors with two instructions, the
-# even ones and the odd ones, which are then met in turn.
+# even ones and the odd ones, which then come one after the other.
 
 
 # %% export="vectors.py"
-TURN, WORDS = 32, 16  # numbers of a row at a time; how many words they are in 16 bits
-SOON = 3 * TURN  # numbers later
+STRETCH, WORDS = 32, 16  # numbers of a row at a time; their words, in 16 bits
+SOON = 3 * STRETCH  # numbers later
 
 
 def split(writer: Writer, rows: Sequence[Any], room: Any) -> None:
-    """From each address on: a turn's even numbers, then the odd ones, as float32."""
+    """From each address on: a stretch's even numbers, then the odd ones, as float32."""
     b, words = writer.builder, ir.VectorType(INT, WORDS)
     upper, by = (ir.Constant(words, [n] * WORDS) for n in (0xFFFF0000, 16))
     for r, at in enumerate(rows):
         both = b.load(b.bitcast(at, words.as_pointer()), align=2)
         for k, half in enumerate((b.shl(both, by), b.and_(both, upper))):
-            there = b.gep(room, [writer.index(r * TURN + k * WORDS)])
+            there = b.gep(room, [writer.index(r * STRETCH + k * WORDS)])
             b.store(half, b.bitcast(there, words.as_pointer()), align=LINE_BITS // 8)
 
 
 @intrinsic(prefer_literal=True)
-def _stream(
-    typing: Any, rows: Any, first: Any, columns: Any, lane: Any, out: Any, shape: Any
+def _sweep(
+    typing: Any, rows: Any, first: Any, x: Any, column: Any, out: Any, shape: Any
 ) -> Any:
-    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], a tile of it.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], a tile of it.
 
     Rows come from memory, in either format, and have 32, 48, 64 … numbers. `shape` is
-    (rows, vectors, wide).
+    (rows, vectors, width).
     """
     many, *size = (each.literal_value for each in shape)
     bits = rows.dtype.bitwidth
     line = LINE_BITS // bits
-    lines = many * TURN // line
+    lines = many * STRETCH // line
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, _ = given
+        weight, start, inputs, at_column, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
-        inputs = b.extract_value(writer.array(rows, weight).shape, 1)
+        end = b.extract_value(writer.array(rows, weight).shape, 1)
         places = [b.add(start, index(r)) for r in range(many)]
-        room = cgutils.alloca_once(b, FLOAT, size=many * TURN)
+        room = cgutils.alloca_once(b, FLOAT, size=many * STRETCH)
         room.align = LINE_BITS // 8
-        last, steps = b.sub(inputs, index(TURN)), (index(0), inputs, index(TURN))
-        with cgutils.for_range_slice(b, *steps, inc=True) as (turn, _):
-            i = b.select(b.icmp_signed("<", turn, last), turn, last)
-            words = b.udiv(b.sub(turn, i), index(2)), index(WORDS)  # or half of them
+        last, steps = b.sub(end, index(STRETCH)), (index(0), end, index(STRETCH))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (begin, _):
+            i = b.select(b.icmp_signed("<", begin, last), begin, last)
+            words = b.udiv(b.sub(begin, i), index(2)), index(WORDS)  # or half of them
             if bits == 16:
                 some = [writer.address(rows, weight, place, i) for place in places]
                 split(writer, some, room)
             later = b.add(i, index(SOON))
-            over = b.icmp_signed(">=", later, inputs)  # then it is the next rows' turn
-            column = b.select(over, b.sub(later, inputs), later)
+            over = b.icmp_signed(">=", later, end)  # then in the next rows
+            ahead = b.select(over, b.sub(later, end), later)
             row = b.add(start, b.select(over, index(many), index(0)))
             with cgutils.for_range_slice(b, *words, index(1), inc=True) as (j, _):
                 line_at = b.udiv(b.mul(j, index(lines)), index(WORDS))
                 for k in range(max(1, lines // WORDS)):
                     place = b.mul(b.add(line_at, index(k)), index(line))
-                    there = b.add(column, b.urem(place, index(TURN)))
-                    asked = b.add(row, b.udiv(place, index(TURN)))
+                    there = b.add(ahead, b.urem(place, index(STRETCH)))
+                    asked = b.add(row, b.udiv(place, index(STRETCH)))
                     writer.ask(writer.address(rows, weight, asked, there))
                 for k in range(2):
                     input_at = b.add(b.add(i, b.mul(j, index(2))), index(k))
                     if bits == 16:
-                        starts = range(k * WORDS, many * TURN, TURN)
+                        starts = range(k * WORDS, many * STRETCH, STRETCH)
                         numbers = [b.gep(room, [b.add(j, index(n))]) for n in starts]
                     else:
                         numbers = [
                             writer.address(rows, weight, r, input_at) for r in places
                         ]
-                    sums.add(numbers, columns, x, input_at, at_lane)
-        sums.store(out, told, start, at_lane)
+                    sums.add(numbers, x, inputs, input_at, at_column)
+        sums.store(out, told, start, at_column)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
-stream = cast(Any, _stream)
+sweep = cast(Any, _sweep)
 
 
 # %% export="kernels_numba.py"
-from minivllm.vectors import LINE_BITS, TURN, as_array, dots, stream, tile
+from minivllm.vectors import LINE_BITS, STRETCH, as_array, dots, sweep, tile
 
 FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
@@ -1264,8 +1272,8 @@ BLOCK = 96  # outputs that a core takes
 
 def product_of_few(lanes: int) -> Callable[..., None]:
     """A block of a product for few tokens, x [tokens, inputs]."""
-    rows = 4 if lanes == 1 else max(1, WIDE // 5)  # as many sums as registers hold
-    shape = (rows, lanes, WIDE)
+    rows = 4 if lanes == 1 else max(1, WIDTH // 5)  # as many sums as registers hold
+    shape = (rows, lanes, WIDTH)
 
     def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
         last = min(len(weight), (block + 1) * BLOCK)
@@ -1277,16 +1285,16 @@ def product_of_few(lanes: int) -> Callable[..., None]:
 
 def product_of_many(lanes: int) -> Callable[..., None]:
     """A block of a product for more, x [inputs, lanes]."""
-    vectors = min(2, lanes // WIDE)
+    vectors = min(2, lanes // WIDTH)
     rows = ROWS // vectors
-    shape = (rows, vectors, WIDE)
+    shape = (rows, vectors, WIDTH)
 
     def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
         last = min(len(weight), (block + 1) * BLOCK)
         for at in range(block * BLOCK, last, rows):
             first = min(at, len(weight) - rows)  # the last: some of them again
-            for lane in range(0, lanes, vectors * WIDE):
-                stream(weight, first, x, lane, out, shape)
+            for lane in range(0, lanes, vectors * WIDTH):
+                sweep(weight, first, x, lane, out, shape)
 
     return multiply
 
@@ -1295,7 +1303,7 @@ def product_of_many(lanes: int) -> Callable[..., None]:
 def make_multiply(lanes: int) -> Callable[..., None]:
     """The product's kernel for so many lanes."""
     few = lanes <= FEW
-    blocks = shared(product_of_few(lanes) if few else product_of_many(lanes))
+    blocks = in_parts(product_of_few(lanes) if few else product_of_many(lanes))
 
     def multiply(product: Any, x: Any, out: Any, num_tokens: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
@@ -1313,7 +1321,7 @@ def make_multiply(lanes: int) -> Callable[..., None]:
 # A tile is also what many readers of one context ask for. Sixteen readers of one system prompt, or sixteen new tokens of one
 # prompt, three heads each that share a key: 48 queries meet the same key, as 16 tokens meet the same weight. The
 # keys of a run are the rows of a weight, and a lane is a query. Then come the weights of each lane, 0 where
-# a token would look at what comes after it, and the values are a second weight, turned around. Keys are
+# a token would look at what comes after it, and the values are a second weight, transposed. Keys are
 # copied after all, but once for 48 queries, and a core takes one K/V head of a run: there is enough in it.
 #
 # Here all is near already, and what counts is how often something is loaded. A row of sixteen lanes loads a number for
@@ -1328,32 +1336,32 @@ def _tile(
     typing: Any,
     rows: Any,
     first: Any,
-    columns: Any,
-    lane: Any,
+    x: Any,
+    column: Any,
     out: Any,
     shape: Any,
 ) -> Any:
-    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], for an even number.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], for an even number.
 
-    `shape` is (rows, vectors, wide, turned). Turned, a weight's rows are its columns.
+    `shape` is (rows, vectors, width, transposed): the rows of a weight, or its columns.
     """
-    many, *size, turned = (each.literal_value for each in shape)
+    many, *size, transposed = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, _ = given
+        weight, start, inputs, at_column, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
-        inputs = b.extract_value(writer.array(rows, weight).shape, int(not turned))
-        with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
+        end = b.extract_value(writer.array(rows, weight).shape, int(not transposed))
+        with cgutils.for_range_slice(b, index(0), end, index(2), inc=True) as (i, _):
             for k in range(2):
                 j = b.add(i, index(k))
                 places = [[b.add(start, index(r)), j] for r in range(many)]
-                pairs = (place[:: -1 if turned else 1] for place in places)
+                pairs = (place[:: -1 if transposed else 1] for place in places)
                 numbers = [writer.address(rows, weight, *pair) for pair in pairs]
-                sums.add(numbers, columns, x, j, at_lane)
-        sums.store(out, told, start, at_lane)
+                sums.add(numbers, x, inputs, j, at_column)
+        sums.store(out, told, start, at_column)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
 tile = cast(Any, _tile)
@@ -1361,8 +1369,8 @@ tile = cast(Any, _tile)
 
 # %% export="kernels_numba.py"
 @compiled
-def weigh_lanes(scores: Any, seen: Any) -> Any:
-    """Each column of scores [tokens, lanes] becomes weights, as far as it has `seen`.
+def weigh_queries(scores: Any, seen: Any) -> Any:
+    """Each column of scores [tokens, queries] becomes weights, as far as it has `seen`.
 
     They are not divided by their sums yet. The largest scores, and the sums.
     """
@@ -1370,15 +1378,15 @@ def weigh_lanes(scores: Any, seen: Any) -> Any:
     total = np.zeros(scores.shape[1], np.float32)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            score = scores[row, lane] if i < seen[lane] else Float(-3.4e38)
-            largest[lane] = larger(largest[lane], score)
+        for query in range(scores.shape[1]):
+            score = scores[row, query] if i < seen[query] else Float(-3.4e38)
+            largest[query] = larger(largest[query], score)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            weight = exp(scores[row, lane] - largest[lane])
-            scores[row, lane] = weight if i < seen[lane] else Float(0)
-            total[lane] += scores[row, lane]
+        for query in range(scores.shape[1]):
+            weight = exp(scores[row, query] - largest[query])
+            scores[row, query] = weight if i < seen[query] else Float(0)
+            total[query] += scores[row, query]
     return largest, total
 
 
@@ -1408,8 +1416,8 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         table, start, end, first, last = runs[job // num_kv_heads]
         slots, some = tables[table, start:end], readers[first:last]
         rows = -(-len(slots) // ROWS) * ROWS
-        lanes = -(-len(some) * group // WIDE) * WIDE
-        asked, seen = np.zeros((deep, lanes), np.float32), np.zeros(lanes, np.int32)
+        queries = -(-len(some) * group // WIDTH) * WIDTH
+        asked, seen = np.zeros((deep, queries), np.float32), np.zeros(queries, np.int32)
         for g in range(group):
             for j in range(head_dim):
                 row = (kv * group + g) * head_dim + j
@@ -1421,60 +1429,60 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         known[len(slots) :] = 0
         known[:, head_dim:] = 0
         gather(keys, slots, kv * head_dim, known)
-        scores = np.empty((rows, lanes), np.float32)
+        scores = np.empty((rows, queries), np.float32)
         multiply_tiles(known, asked, scores)
-        largest, total = weigh_lanes(scores, seen)
+        largest, total = weigh_queries(scores, seen)
         gather(values, slots, kv * head_dim, known)
         average_tiles(known, scores, asked)
-        for lane in range(lanes):
-            total[lane] = max(total[lane], Float(1e-30))  # of a lane that has no reader
-            largest[lane] += np.log(total[lane])
+        for query in range(queries):
+            total[query] = max(total[query], Float(1e-30))  # no reader's
+            largest[query] += np.log(total[query])
         for j in range(head_dim):
-            for lane in range(lanes):
-                asked[j, lane] /= total[lane]
+            for query in range(queries):
+                asked[j, query] /= total[query]
         token = some[0, 0]
         alone = ends[token] - (ends[token - 1] if token else 0) == 1
         for g in range(group):
-            head, lane = kv * group + g, g * len(some)
+            head, query = kv * group + g, g * len(some)
             if alone:
                 for j in range(head_dim):
                     for i in range(len(some)):
-                        out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
+                        out[head * head_dim + j, some[i, 0]] = asked[j, query + i]
             else:
                 for i in range(len(some)):
-                    log_sums[first + i, head] = largest[lane + i]
+                    log_sums[first + i, head] = largest[query + i]
                     for j in range(head_dim):
-                        found[first + i, head, j] = asked[j, lane + i]
+                        found[first + i, head, j] = asked[j, query + i]
 
-    return shared(attend_together)
+    return in_parts(attend_together)
 
 
 @cache
 def make_gather(head_dim: int) -> Callable[..., None]:
     """Copies a head of some slots."""
-    wide = math.gcd(head_dim, 16)
+    width = math.gcd(head_dim, 16)
 
     def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
         """out[i] = the head that begins at `start` in slots[i], as float32."""
         for i in range(len(slots)):
-            for j in range(0, head_dim, wide):
-                store(out, i, j, load(memory, slots[i], start + j, wide))
+            for j in range(0, head_dim, width):
+                store(out, i, j, load(memory, slots[i], start + j, width))
 
     return compiled(gather)
 
 
 @cache
-def make_tiles(turned: int) -> Callable[..., None]:
-    """A product of small arrays, on one core: weight, or weight turned, times x."""
-    large, small = ((HALF, vectors, WIDE, turned) for vectors in (3, 1))
+def make_tiles(transposed: int) -> Callable[..., None]:
+    """A product of small arrays, on one core: weight, or weight transposed, times x."""
+    large, small = ((HALF, vectors, WIDTH, transposed) for vectors in (3, 1))
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        lanes, step = x.shape[1], 3 * WIDE
+        columns, step = x.shape[1], 3 * WIDTH
         for row in range(0, len(out), HALF):
-            for lane in range(0, lanes - lanes % step, step):
-                tile(weight, row, x, lane, out, large)
-            for lane in range(lanes - lanes % step, lanes, WIDE):
-                tile(weight, row, x, lane, out, small)
+            for column in range(0, columns - columns % step, step):
+                tile(weight, row, x, column, out, large)
+            for column in range(columns - columns % step, columns, WIDTH):
+                tile(weight, row, x, column, out, small)
 
     return compiled(multiply_tiles)
 
@@ -1483,12 +1491,12 @@ HALF = ROWS // 2  # three vectors of sums for each: the registers are full
 
 
 # %% [markdown]
-# In the end the pieces of a token are put together, each by its share of the whole sum. A prompt's token that
+# In the end the pieces of a token are put together, each weighed by its part of the whole sum. A prompt's token that
 # has read all in one run needs none of that: the run has written its result.
 
 
 # %% export="kernels_numba.py"
-@shared
+@in_parts
 def merge(
     head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
@@ -1565,12 +1573,12 @@ class ReadProduct:
 
 def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
     """Some lanes of [features, lanes] -> [tokens, features]."""
-    turn(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
+    to_rows(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
     return out
 
 
-@shared
-def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
+@in_parts
+def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
     """Each chosen lane as a row, in the format of the result."""
     first, last = block * BLOCK, (block + 1) * BLOCK
     some, told = columns[first:last], out[:, first:last]
@@ -1609,7 +1617,7 @@ def read_product(
 ) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
-    if num_outputs < ROWS or num_inputs < TURN or num_inputs % 16:
+    if num_outputs < ROWS or num_inputs < STRETCH or num_inputs % 16:
         packed = packed_product(weight, bias)
         return lambda x: packed(x.to(weight.dtype))
     return ReadProduct(weight, bias, empty)
@@ -1693,11 +1701,11 @@ def write(
     part: Any, span: Any, heads: Any, first: Any, slots: Any, keys: Any, values: Any
 ) -> None:
     """Store each lane's key and value, rows of `heads` from `first` on, in its slot."""
-    width = keys.shape[1]
+    size = keys.shape[1]
     for lane in range(part * span, min((part + 1) * span, len(slots))):
-        for j in range(width):
+        for j in range(size):
             put(keys, slots[lane], j, heads[first + j, lane])
-            put(values, slots[lane], j, heads[first + width + j, lane])
+            put(values, slots[lane], j, heads[first + size + j, lane])
 
 
 @cache
@@ -1739,7 +1747,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         layer: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
     ) -> None:
@@ -1753,7 +1761,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         start_s = note(spent, PRODUCTS, start_s)
         norm_heads(heads, head_norm, eps[1], head_dim)
         start_s = note(spent, NORMS, start_s)
-        rotate(heads, len(seen) + layer[-1].shape[1], turns[0], turns[1])
+        rotate(heads, len(seen) + layer[-1].shape[1], rotation[0], rotation[1])
         start_s = note(spent, ROTATION, start_s)
         find(heads, layer[-2:], plan, found, seen)
         note(spent, ATTENTION, start_s)
@@ -1811,7 +1819,7 @@ def finish(room: Any, end: Any, spent: Any) -> None:
     chosen, out, weight, eps = end
     start_s = clock()
     add_norm(room[0], room[1], weight, eps, room[2])
-    turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
+    to_rows(-(-len(room[2]) // BLOCK), room[2], chosen, out)
     note(spent, NORMS, start_s)
 
 
@@ -1828,14 +1836,14 @@ def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
         addresses: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
         end: Any,
     ) -> None:
         for i in range(len(addresses)):
             layer = elsewhere(first, addresses[i])
-            look(number, room, layer, eps, plan, turns, found, spent)
+            look(number, room, layer, eps, plan, rotation, found, spent)
             think(number, room, layer, eps, spent)
         finish(room, end, spent)
 
@@ -1894,8 +1902,8 @@ class CompiledLayers:
             return run_layers(layers, norm, x, memory, plan, angles, rows)
         layer, lanes = layers[0], lanes_for(len(x))
         room = self._room_for(layer, x)
-        turns = as_lanes(angles.cos()), as_lanes(angles.sin())
-        rest = plan.arrays, turns, make_found(layer, plan), self._spent
+        rotation = as_lanes(angles.cos()), as_lanes(angles.sin())
+        rest = plan.arrays, rotation, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
         out, last = torch.empty(len(rows), x.shape[1]), self._norm_of(norm)
         end = out.numpy(), last, Float(norm.eps)
@@ -2183,17 +2191,17 @@ for row in record["rows"]:
 for (dtype, who, requests), parts in breakdowns.items():
     if who != "torch" and requests == 8:
         for part in ("scheduling and cache", "Python"):
-            share = parts[part] / sum(parts.values())
-            print(f"{dtype}, 8 requests: {part} {share:.1%} of a step")
+            fraction = parts[part] / sum(parts.values())
+            print(f"{dtype}, 8 requests: {part} {fraction:.1%} of a step")
 
 # %% [markdown]
-# The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer. It is transformers, or these kernels with sixteen copies. (*Mixed
+# The ratios are medians of steps that alternate in one process: above 1 the other side takes longer. It is transformers, or these kernels with sixteen copies. (*Mixed
 # lengths* are sixteen requests of different prompts and answers, against one padded batch.)
 # Against transformers least is won where a prompt is computed in float32. There both sides call the same product of the same
 # library, which takes most of the time; what is won lies between the products, and in a last layer whose MLP
 # computes one token instead of 512. Scheduling and cache are the Python of chapters 3 to
-# 7: a small share, for all they decide. The Python around the kernels is a larger one, although it calls but
-# one for all layers: it makes the plan, looks up the embeddings, lays them into lanes. The faster the kernels, the larger its share.
+# 7: a small part, for all they decide. The Python around the kernels is a larger one, although it calls but
+# one for all layers: it makes the plan, looks up the embeddings, lays them into lanes. The faster the kernels, the larger its part.
 #
 # The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
 # and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here

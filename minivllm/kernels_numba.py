@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (6d685b24): edit the chapter.
+# Exported from chapters/19_kernels.py (8a882bc3): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
@@ -20,7 +20,7 @@ from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
 from minivllm.vectors import (
     LINE_BITS,
-    TURN,
+    STRETCH,
     Float,
     as_array,
     average,
@@ -29,25 +29,25 @@ from minivllm.vectors import (
     dots,
     elsewhere,
     exp,
+    in_parts,
     larger,
     load,
     now,
     put,
     score,
-    shared,
     store,
-    stream,
+    sweep,
     tile,
 )
 
-WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+WIDTH, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
 MOST = 32  # tokens: with more of them a product is work, and no longer reading
 SPAN = 128  # lanes that a core takes, where there are more
 
 
 def by_lanes(kernel: Callable[..., None]) -> Callable[..., None]:
     """The kernel for all lanes of its first array; it gets those of one core's part."""
-    part = shared(kernel)
+    part = in_parts(kernel)
 
     def run(*given: Any) -> None:
         lanes = given[0].shape[1]
@@ -76,7 +76,7 @@ def add_norm(
             normal[lane] = stream[lane] * scales[lane] * weight[i, 0]
 
 
-@shared
+@in_parts
 def gate_some(part: Any, gates: Any, ups: Any, out: Any) -> None:
     """A core's part of `gate`."""
     for i in range(part * SOME, min((part + 1) * SOME, len(out))):
@@ -88,7 +88,7 @@ SOME = 16_384  # numbers that a core takes
 
 @compiled
 def gate(both: Any, out: Any) -> None:
-    """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
+    """out = silu(first half) * second half, [2 * inner, lanes] -> [inner, lanes]."""
     gates, ups = both[: len(out)].reshape(-1), both[len(out) :].reshape(-1)
     told = out.reshape(-1)
     gate_some(-(-len(told) // SOME), gates, ups, told)
@@ -115,7 +115,7 @@ def norm_heads(
 
 @by_lanes
 def rotate(part: Any, span: Any, heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
-    """Turn the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
+    """Rotate the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
     first, last, half = part * span, (part + 1) * span, len(cos)
     for start in range(0, num_rows, 2 * half):
         for i in range(half):
@@ -137,19 +137,19 @@ def weigh(scores: Any) -> Any:
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - largest)
         total += scores[i]
-    share = Float(1) / total
+    scale = Float(1) / total
     for i in range(len(scores)):
-        scores[i] *= share
+        scores[i] *= scale
     return largest + np.log(total)
 
 
 def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
-    """Heads and slots at a time, as many sums as registers hold; head_dim; lanes."""
-    lanes, most = math.gcd(head_dim, WIDE), WIDE + WIDE // 2
+    """Heads and slots at a time, as many sums as registers hold; head_dim; width."""
+    width, most = math.gcd(head_dim, WIDTH), WIDTH + WIDTH // 2
     fits = (n for n in range(group, 1, -1) if group % n == 0)
-    heads = next((n for n in fits if n * head_dim <= most * lanes), 1)
-    slots = next(n for n in (8, 4, 2, 1) if n <= lanes and n * heads <= most)
-    return heads, slots, head_dim, lanes
+    heads = next((n for n in fits if n * head_dim <= most * width), 1)
+    slots = next(n for n in (8, 4, 2, 1) if n <= width and n * heads <= most)
+    return heads, slots, head_dim, width
 
 
 STRIP = 16  # slots that are averaged for a head before the next
@@ -199,10 +199,10 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
                 column = head // group * head_dim
                 average(scores, head, values, column, slots, first, end, told, shape)
 
-    return shared(attend)
+    return in_parts(attend)
 
 
-PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
+PIECE = 128  # tokens of context: enough to divide among cores, few to merge
 SHARED = 256  # the same, for a context that several share
 LONGER = 512  # for the new tokens of a prompt
 READERS = 16  # new tokens of a prompt that read it together
@@ -277,9 +277,9 @@ def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
     return slots.reshape(len(chunks), -1)
 
 
-def as_table(rows: Iterable[Sequence[int]], width: int) -> Any:
+def as_table(rows: Iterable[Sequence[int]], size: int) -> Any:
     """Rows of numbers as an array; quicker than `np.array` finds out what they are."""
-    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, width)
+    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, size)
 
 
 Numbers = list[tuple[int, ...]]
@@ -324,8 +324,8 @@ BLOCK = 96  # outputs that a core takes
 
 def product_of_few(lanes: int) -> Callable[..., None]:
     """A block of a product for few tokens, x [tokens, inputs]."""
-    rows = 4 if lanes == 1 else max(1, WIDE // 5)  # as many sums as registers hold
-    shape = (rows, lanes, WIDE)
+    rows = 4 if lanes == 1 else max(1, WIDTH // 5)  # as many sums as registers hold
+    shape = (rows, lanes, WIDTH)
 
     def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
         last = min(len(weight), (block + 1) * BLOCK)
@@ -337,16 +337,16 @@ def product_of_few(lanes: int) -> Callable[..., None]:
 
 def product_of_many(lanes: int) -> Callable[..., None]:
     """A block of a product for more, x [inputs, lanes]."""
-    vectors = min(2, lanes // WIDE)
+    vectors = min(2, lanes // WIDTH)
     rows = ROWS // vectors
-    shape = (rows, vectors, WIDE)
+    shape = (rows, vectors, WIDTH)
 
     def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
         last = min(len(weight), (block + 1) * BLOCK)
         for at in range(block * BLOCK, last, rows):
             first = min(at, len(weight) - rows)  # the last: some of them again
-            for lane in range(0, lanes, vectors * WIDE):
-                stream(weight, first, x, lane, out, shape)
+            for lane in range(0, lanes, vectors * WIDTH):
+                sweep(weight, first, x, lane, out, shape)
 
     return multiply
 
@@ -355,7 +355,7 @@ def product_of_many(lanes: int) -> Callable[..., None]:
 def make_multiply(lanes: int) -> Callable[..., None]:
     """The product's kernel for so many lanes."""
     few = lanes <= FEW
-    blocks = shared(product_of_few(lanes) if few else product_of_many(lanes))
+    blocks = in_parts(product_of_few(lanes) if few else product_of_many(lanes))
 
     def multiply(product: Any, x: Any, out: Any, num_tokens: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
@@ -370,8 +370,8 @@ def make_multiply(lanes: int) -> Callable[..., None]:
 
 
 @compiled
-def weigh_lanes(scores: Any, seen: Any) -> Any:
-    """Each column of scores [tokens, lanes] becomes weights, as far as it has `seen`.
+def weigh_queries(scores: Any, seen: Any) -> Any:
+    """Each column of scores [tokens, queries] becomes weights, as far as it has `seen`.
 
     They are not divided by their sums yet. The largest scores, and the sums.
     """
@@ -379,15 +379,15 @@ def weigh_lanes(scores: Any, seen: Any) -> Any:
     total = np.zeros(scores.shape[1], np.float32)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            score = scores[row, lane] if i < seen[lane] else Float(-3.4e38)
-            largest[lane] = larger(largest[lane], score)
+        for query in range(scores.shape[1]):
+            score = scores[row, query] if i < seen[query] else Float(-3.4e38)
+            largest[query] = larger(largest[query], score)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            weight = exp(scores[row, lane] - largest[lane])
-            scores[row, lane] = weight if i < seen[lane] else Float(0)
-            total[lane] += scores[row, lane]
+        for query in range(scores.shape[1]):
+            weight = exp(scores[row, query] - largest[query])
+            scores[row, query] = weight if i < seen[query] else Float(0)
+            total[query] += scores[row, query]
     return largest, total
 
 
@@ -417,8 +417,8 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         table, start, end, first, last = runs[job // num_kv_heads]
         slots, some = tables[table, start:end], readers[first:last]
         rows = -(-len(slots) // ROWS) * ROWS
-        lanes = -(-len(some) * group // WIDE) * WIDE
-        asked, seen = np.zeros((deep, lanes), np.float32), np.zeros(lanes, np.int32)
+        queries = -(-len(some) * group // WIDTH) * WIDTH
+        asked, seen = np.zeros((deep, queries), np.float32), np.zeros(queries, np.int32)
         for g in range(group):
             for j in range(head_dim):
                 row = (kv * group + g) * head_dim + j
@@ -430,60 +430,60 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         known[len(slots) :] = 0
         known[:, head_dim:] = 0
         gather(keys, slots, kv * head_dim, known)
-        scores = np.empty((rows, lanes), np.float32)
+        scores = np.empty((rows, queries), np.float32)
         multiply_tiles(known, asked, scores)
-        largest, total = weigh_lanes(scores, seen)
+        largest, total = weigh_queries(scores, seen)
         gather(values, slots, kv * head_dim, known)
         average_tiles(known, scores, asked)
-        for lane in range(lanes):
-            total[lane] = max(total[lane], Float(1e-30))  # of a lane that has no reader
-            largest[lane] += np.log(total[lane])
+        for query in range(queries):
+            total[query] = max(total[query], Float(1e-30))  # no reader's
+            largest[query] += np.log(total[query])
         for j in range(head_dim):
-            for lane in range(lanes):
-                asked[j, lane] /= total[lane]
+            for query in range(queries):
+                asked[j, query] /= total[query]
         token = some[0, 0]
         alone = ends[token] - (ends[token - 1] if token else 0) == 1
         for g in range(group):
-            head, lane = kv * group + g, g * len(some)
+            head, query = kv * group + g, g * len(some)
             if alone:
                 for j in range(head_dim):
                     for i in range(len(some)):
-                        out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
+                        out[head * head_dim + j, some[i, 0]] = asked[j, query + i]
             else:
                 for i in range(len(some)):
-                    log_sums[first + i, head] = largest[lane + i]
+                    log_sums[first + i, head] = largest[query + i]
                     for j in range(head_dim):
-                        found[first + i, head, j] = asked[j, lane + i]
+                        found[first + i, head, j] = asked[j, query + i]
 
-    return shared(attend_together)
+    return in_parts(attend_together)
 
 
 @cache
 def make_gather(head_dim: int) -> Callable[..., None]:
     """Copies a head of some slots."""
-    wide = math.gcd(head_dim, 16)
+    width = math.gcd(head_dim, 16)
 
     def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
         """out[i] = the head that begins at `start` in slots[i], as float32."""
         for i in range(len(slots)):
-            for j in range(0, head_dim, wide):
-                store(out, i, j, load(memory, slots[i], start + j, wide))
+            for j in range(0, head_dim, width):
+                store(out, i, j, load(memory, slots[i], start + j, width))
 
     return compiled(gather)
 
 
 @cache
-def make_tiles(turned: int) -> Callable[..., None]:
-    """A product of small arrays, on one core: weight, or weight turned, times x."""
-    large, small = ((HALF, vectors, WIDE, turned) for vectors in (3, 1))
+def make_tiles(transposed: int) -> Callable[..., None]:
+    """A product of small arrays, on one core: weight, or weight transposed, times x."""
+    large, small = ((HALF, vectors, WIDTH, transposed) for vectors in (3, 1))
 
     def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        lanes, step = x.shape[1], 3 * WIDE
+        columns, step = x.shape[1], 3 * WIDTH
         for row in range(0, len(out), HALF):
-            for lane in range(0, lanes - lanes % step, step):
-                tile(weight, row, x, lane, out, large)
-            for lane in range(lanes - lanes % step, lanes, WIDE):
-                tile(weight, row, x, lane, out, small)
+            for column in range(0, columns - columns % step, step):
+                tile(weight, row, x, column, out, large)
+            for column in range(columns - columns % step, columns, WIDTH):
+                tile(weight, row, x, column, out, small)
 
     return compiled(multiply_tiles)
 
@@ -491,7 +491,7 @@ def make_tiles(turned: int) -> Callable[..., None]:
 HALF = ROWS // 2  # three vectors of sums for each: the registers are full
 
 
-@shared
+@in_parts
 def merge(
     head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
@@ -560,12 +560,12 @@ class ReadProduct:
 
 def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
     """Some lanes of [features, lanes] -> [tokens, features]."""
-    turn(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
+    to_rows(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
     return out
 
 
-@shared
-def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
+@in_parts
+def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
     """Each chosen lane as a row, in the format of the result."""
     first, last = block * BLOCK, (block + 1) * BLOCK
     some, told = columns[first:last], out[:, first:last]
@@ -604,7 +604,7 @@ def read_product(
 ) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
-    if num_outputs < ROWS or num_inputs < TURN or num_inputs % 16:
+    if num_outputs < ROWS or num_inputs < STRETCH or num_inputs % 16:
         packed = packed_product(weight, bias)
         return lambda x: packed(x.to(weight.dtype))
     return ReadProduct(weight, bias, empty)
@@ -657,11 +657,11 @@ def write(
     part: Any, span: Any, heads: Any, first: Any, slots: Any, keys: Any, values: Any
 ) -> None:
     """Store each lane's key and value, rows of `heads` from `first` on, in its slot."""
-    width = keys.shape[1]
+    size = keys.shape[1]
     for lane in range(part * span, min((part + 1) * span, len(slots))):
-        for j in range(width):
+        for j in range(size):
             put(keys, slots[lane], j, heads[first + j, lane])
-            put(values, slots[lane], j, heads[first + width + j, lane])
+            put(values, slots[lane], j, heads[first + size + j, lane])
 
 
 @cache
@@ -698,7 +698,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         layer: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
     ) -> None:
@@ -712,7 +712,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         start_s = note(spent, PRODUCTS, start_s)
         norm_heads(heads, head_norm, eps[1], head_dim)
         start_s = note(spent, NORMS, start_s)
-        rotate(heads, len(seen) + layer[-1].shape[1], turns[0], turns[1])
+        rotate(heads, len(seen) + layer[-1].shape[1], rotation[0], rotation[1])
         start_s = note(spent, ROTATION, start_s)
         find(heads, layer[-2:], plan, found, seen)
         note(spent, ATTENTION, start_s)
@@ -742,7 +742,7 @@ def finish(room: Any, end: Any, spent: Any) -> None:
     chosen, out, weight, eps = end
     start_s = clock()
     add_norm(room[0], room[1], weight, eps, room[2])
-    turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
+    to_rows(-(-len(room[2]) // BLOCK), room[2], chosen, out)
     note(spent, NORMS, start_s)
 
 
@@ -759,14 +759,14 @@ def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
         addresses: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
         end: Any,
     ) -> None:
         for i in range(len(addresses)):
             layer = elsewhere(first, addresses[i])
-            look(number, room, layer, eps, plan, turns, found, spent)
+            look(number, room, layer, eps, plan, rotation, found, spent)
             think(number, room, layer, eps, spent)
         finish(room, end, spent)
 
@@ -816,8 +816,8 @@ class CompiledLayers:
             return run_layers(layers, norm, x, memory, plan, angles, rows)
         layer, lanes = layers[0], lanes_for(len(x))
         room = self._room_for(layer, x)
-        turns = as_lanes(angles.cos()), as_lanes(angles.sin())
-        rest = plan.arrays, turns, make_found(layer, plan), self._spent
+        rotation = as_lanes(angles.cos()), as_lanes(angles.sin())
+        rest = plan.arrays, rotation, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
         out, last = torch.empty(len(rows), x.shape[1]), self._norm_of(norm)
         end = out.numpy(), last, Float(norm.eps)
