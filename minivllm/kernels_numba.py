@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (8a882bc3): edit the chapter.
+# Exported from chapters/19_kernels.py (63727cf1): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 import math
@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention import ChunkPlan, PagedAttention, Plan, shared_runs
@@ -322,40 +321,26 @@ FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
 
 
-def product_of_few(lanes: int) -> Callable[..., None]:
-    """A block of a product for few tokens, x [tokens, inputs]."""
-    rows = 4 if lanes == 1 else max(1, WIDTH // 5)  # as many sums as registers hold
-    shape = (rows, lanes, WIDTH)
-
-    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        last = min(len(weight), (block + 1) * BLOCK)
-        for at in range(block * BLOCK, last, rows):
-            dots(weight, min(at, last - rows), x, out, shape)
-
-    return multiply
-
-
-def product_of_many(lanes: int) -> Callable[..., None]:
-    """A block of a product for more, x [inputs, lanes]."""
-    vectors = min(2, lanes // WIDTH)
-    rows = ROWS // vectors
-    shape = (rows, vectors, WIDTH)
-
-    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        last = min(len(weight), (block + 1) * BLOCK)
-        for at in range(block * BLOCK, last, rows):
-            first = min(at, len(weight) - rows)  # the last: some of them again
-            for lane in range(0, lanes, vectors * WIDTH):
-                sweep(weight, first, x, lane, out, shape)
-
-    return multiply
-
-
 @cache
 def make_multiply(lanes: int) -> Callable[..., None]:
     """The product's kernel for so many lanes."""
-    few = lanes <= FEW
-    blocks = in_parts(product_of_few(lanes) if few else product_of_many(lanes))
+    if few := lanes <= FEW:
+        read, step = dots, lanes
+        shape = 4 if lanes == 1 else max(1, WIDTH // 5), lanes, WIDTH
+    else:
+        vectors = min(2, lanes // WIDTH)
+        read, step = sweep, vectors * WIDTH
+        shape = ROWS // vectors, vectors, WIDTH
+    rows = shape[0]  # as many sums as registers hold
+
+    def multiply_block(block: Any, x: Any, weight: Any, out: Any) -> None:
+        last = min(len(weight), (block + 1) * BLOCK)
+        for at in range(block * BLOCK, last, rows):
+            first = min(at, len(weight) - rows)  # the last: some of them again
+            for lane in range(0, lanes, step):
+                read(weight, first, x, lane, out, shape)
+
+    blocks = in_parts(multiply_block)
 
     def multiply(product: Any, x: Any, out: Any, num_tokens: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
@@ -517,7 +502,7 @@ def multiply_many(product: Any, x: Any, out: Any, num_tokens: int) -> None:
     """As `make_multiply`'s, by PyTorch."""
     weight, bias = (torch.from_numpy(each) for each in product)
     weight = weight.view(torch.bfloat16) if weight.dtype == torch.uint16 else weight
-    given, told = (torch.from_numpy(each)[:, :num_tokens] for each in (x, out))
+    given, told = (torch.as_tensor(each)[:, :num_tokens] for each in (x, out))
     torch.mm(weight.float(), given, out=told)
     if len(bias):
         told += bias
@@ -547,8 +532,8 @@ class ReadProduct:
         if not len(x):
             return x.new_empty(0, len(self.weight))
         if len(x) > MOST:
-            bias = torch.from_numpy(self.arrays[1][:, 0])
-            told = F.linear(x.float(), self.weight.float(), bias if len(bias) else None)
+            told = torch.empty(len(x), len(self.weight))
+            multiply_many(self.arrays, x.float().t(), told.t(), len(x))
             return told.to(x.dtype)
         lanes = lanes_for(len(x))
         if lanes not in self._room:

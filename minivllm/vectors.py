@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (79b41957): edit the chapter.
+# Exported from chapters/19_kernels.py (1b201c20): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 import ctypes
@@ -523,16 +523,22 @@ score, average = cast(Any, (_score, _average))
 
 
 @intrinsic(prefer_literal=True)
-def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> Any:
-    """out[first + r, t] = rows[first + r] * x[t]; `shape` is (rows, tokens, width)."""
+def _dots(
+    typing: Any, rows: Any, first: Any, x: Any, token: Any, out: Any, shape: Any
+) -> Any:
+    """out[first + r, t] = rows[first + r] * x[t], for some tokens t from `token` on.
+
+    `shape` is (rows, tokens, width).
+    """
     many, tokens, width = (each.literal_value for each in shape)
     bits = rows.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, inputs, told, _ = given
+        weight, start, inputs, from_token, told, _ = given
         index, b = writer.index, writer.builder
         none = writer.zero(width)
         places = [b.add(start, index(r)) for r in range(many)]
+        asked = [b.add(from_token, index(t)) for t in range(tokens)]
         sums = [
             [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
         ]
@@ -543,19 +549,19 @@ def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> A
         ):
             some = [writer.address(rows, weight, place, i) for place in places]
             weights = [writer.load(at, bits, width) for at in some]
-            for t in range(tokens):
-                taken = writer.load(writer.address(x, inputs, index(t), i), 32, width)
+            for t, token in enumerate(asked):
+                taken = writer.load(writer.address(x, inputs, token, i), 32, width)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
             for place in places:
                 later = b.add(place, index(many))
                 writer.ask(writer.address(rows, weight, later, i))
         for place, row in zip(places, sums, strict=True):
-            at = writer.address(out, told, place, index(0))
+            at = writer.address(out, told, place, from_token)
             writer.store(writer.sums([b.load(total) for total in row]), at)
 
     i = types.intp
-    return written(types.void, [rows, i, x, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
 dots = cast(Any, _dots)
