@@ -1,5 +1,7 @@
-# Exported from chapters/19_kernels.py (63727cf1): edit the chapter.
+# Exported from chapters/19_kernels.py (7edb9c1b): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +41,8 @@ from minivllm.vectors import (
     tile,
 )
 
-WIDTH, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+# Numbers in a vector; rows in a tile.
+WIDTH, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)
 MOST = 32  # tokens: with more of them a product is work, and no longer reading
 SPAN = 128  # lanes that a core takes, where there are more
 
@@ -354,6 +357,39 @@ def make_multiply(lanes: int) -> Callable[..., None]:
     return compiled(multiply)
 
 
+@cache
+def make_gather(head_dim: int) -> Callable[..., None]:
+    """Copies a head of some slots."""
+    width = math.gcd(head_dim, 16)
+
+    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
+        """out[i] = the head that begins at `start` in slots[i], as float32."""
+        for i in range(len(slots)):
+            for j in range(0, head_dim, width):
+                store(out, i, j, load(memory, slots[i], start + j, width))
+
+    return compiled(gather)
+
+
+@cache
+def make_tiles(transposed: int) -> Callable[..., None]:
+    """A product of small arrays, on one core: weight, or weight transposed, times x."""
+    large, small = ((HALF, vectors, WIDTH, transposed) for vectors in (3, 1))
+
+    def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
+        columns, step = x.shape[1], 3 * WIDTH
+        for row in range(0, len(out), HALF):
+            for column in range(0, columns - columns % step, step):
+                tile(weight, row, x, column, out, large)
+            for column in range(columns - columns % step, columns, WIDTH):
+                tile(weight, row, x, column, out, small)
+
+    return compiled(multiply_tiles)
+
+
+HALF = ROWS // 2  # three vectors of sums for each: the registers are full
+
+
 @compiled
 def weigh_queries(scores: Any, seen: Any) -> Any:
     """Each column of scores [tokens, queries] becomes weights, as far as it has `seen`.
@@ -443,39 +479,6 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
     return in_parts(attend_together)
 
 
-@cache
-def make_gather(head_dim: int) -> Callable[..., None]:
-    """Copies a head of some slots."""
-    width = math.gcd(head_dim, 16)
-
-    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
-        """out[i] = the head that begins at `start` in slots[i], as float32."""
-        for i in range(len(slots)):
-            for j in range(0, head_dim, width):
-                store(out, i, j, load(memory, slots[i], start + j, width))
-
-    return compiled(gather)
-
-
-@cache
-def make_tiles(transposed: int) -> Callable[..., None]:
-    """A product of small arrays, on one core: weight, or weight transposed, times x."""
-    large, small = ((HALF, vectors, WIDTH, transposed) for vectors in (3, 1))
-
-    def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        columns, step = x.shape[1], 3 * WIDTH
-        for row in range(0, len(out), HALF):
-            for column in range(0, columns - columns % step, step):
-                tile(weight, row, x, column, out, large)
-            for column in range(columns - columns % step, columns, WIDTH):
-                tile(weight, row, x, column, out, small)
-
-    return compiled(multiply_tiles)
-
-
-HALF = ROWS // 2  # three vectors of sums for each: the registers are full
-
-
 @in_parts
 def merge(
     head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
@@ -543,23 +546,6 @@ class ReadProduct:
         return as_rows(out, np.arange(len(x)), x.new_empty(len(x), len(self.weight)))
 
 
-def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
-    """Some lanes of [features, lanes] -> [tokens, features]."""
-    to_rows(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
-    return out
-
-
-@in_parts
-def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
-    """Each chosen lane as a row, in the format of the result."""
-    first, last = block * BLOCK, (block + 1) * BLOCK
-    some, told = columns[first:last], out[:, first:last]
-    for row in range(len(chosen)):
-        lane = some[:, chosen[row]]
-        for i in range(len(lane)):
-            put(told, row, i, lane[i])
-
-
 def lanes_for(num_tokens: int) -> int:
     """How many lanes so many tokens take.
 
@@ -582,6 +568,23 @@ def fill(out: Any, x: Tensor) -> Any:
     told[:, : len(x)] = x.t()
     told[:, len(x) :] = 0
     return out
+
+
+def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
+    """Some lanes of [features, lanes] -> [tokens, features]."""
+    to_rows(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
+    return out
+
+
+@in_parts
+def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
+    """Each chosen lane as a row, in the format of the result."""
+    first, last = block * BLOCK, (block + 1) * BLOCK
+    some, told = columns[first:last], out[:, first:last]
+    for row in range(len(chosen)):
+        lane = some[:, chosen[row]]
+        for i in range(len(lane)):
+            put(told, row, i, lane[i])
 
 
 def read_product(
@@ -836,6 +839,15 @@ class CompiledLayers:
             think(number, room, own, given[0], self._spent)
         return room, chosen
 
+    def _narrowed(self, room: Room, layer: Layer, chosen: Any) -> Room:
+        """Room for some tokens, with their part of the stream and of what was seen."""
+        stream, seen = (
+            torch.from_numpy(each[:, chosen]).t() for each in (room.stream, room.seen)
+        )
+        less = self._room_for(layer, stream)
+        fill(less.seen, seen)
+        return less
+
     def _norm_of(self, norm: RMSNorm) -> Any:
         if norm not in self._norms:
             self._norms[norm] = norm_of((norm, 1))
@@ -854,15 +866,6 @@ class CompiledLayers:
         fill(rooms[lanes].stream, x)
         rooms[lanes].delta[:] = 0
         return rooms[lanes]
-
-    def _narrowed(self, room: Room, layer: Layer, chosen: Any) -> Room:
-        """Room for some tokens, with their part of the stream and of what was seen."""
-        stream, seen = (
-            torch.from_numpy(each[:, chosen]).t() for each in (room.stream, room.seen)
-        )
-        less = self._room_for(layer, stream)
-        fill(less.seen, seen)
-        return less
 
     def _arrays_of(
         self, layers: Sequence[Layer], memory: Sequence[PagedAttention]

@@ -1,5 +1,7 @@
-# Exported from chapters/19_kernels.py (1b201c20): edit the chapter.
+# Exported from chapters/19_kernels.py (8308b8ab): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
+
+from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -299,6 +301,12 @@ class Writer:
         at = self.builder.bitcast(at, vector.type.as_pointer())
         self.builder.store(vector, at, align=4)
 
+    def ask(self, at: Any) -> None:
+        """Let memory bring what is at an address, and go on."""
+        reading, near, data = (ir.Constant(INT, n) for n in (0, 3, 1))
+        given = [self.builder.bitcast(at, BYTE.as_pointer()), reading, near, data]
+        call_outside(self.builder, "llvm.prefetch.p0", ir.VoidType(), given)
+
     def spread(self, number: Any, width: int) -> Any:
         """The same, everywhere in a vector."""
         kind, zeros = ir.VectorType(number.type, width), ir.VectorType(INT, width)
@@ -338,12 +346,6 @@ class Writer:
             halves = [[shuffle(a, b, which) for which in chosen] for a, b in pairs]
             vectors = [add(a, b, flags=LOOSE) for a, b in halves]
         return vectors[0]
-
-    def ask(self, at: Any) -> None:
-        """Let memory bring what is at an address, and go on."""
-        reading, near, data = (ir.Constant(INT, n) for n in (0, 3, 1))
-        given = [self.builder.bitcast(at, BYTE.as_pointer()), reading, near, data]
-        call_outside(self.builder, "llvm.prefetch.p0", ir.VoidType(), given)
 
 
 Write = Callable[[Writer, Sequence[Any]], Any]
