@@ -474,8 +474,8 @@ for end in (87, 1):
     print(f"largest relative error from {-end} to {end}: {error:.0e}")
 
 # %% [markdown]
-# A large exponent is rounded at its own size, which is an error of the power: near 0 that is [1e-07](#exp),
-# as of any float32, and far away [4e-06](#exp). With it the gate is one loop. Heads are normalised and
+# Far from 0 the exponent itself is rounded more coarsely, and that is a relative error of the power:
+# [4e-06](#exp), against [1e-07](#exp) near 0. With `exp` the gate is one loop. Heads are normalised and
 # rotated lane by lane.
 
 
@@ -1327,7 +1327,7 @@ def split(writer: Writer, rows: Sequence[Any], room: Any) -> None:
 
 
 # %% [markdown]
-# A processor keeps track of only so many requests. At one more everything waits, the arithmetic too. So
+# A processor keeps track of only so many reads. At one more everything waits, the arithmetic too. So
 # they are strewn among the arithmetic, which takes sixteen steps for a stretch: two numbers of each row. In
 # each step a sweep of sixteen rows asks for one row, three stretches ahead, and at the end of the rows for
 # the beginning of the next ones. (Eight rows in 16 bits have fewer lines than there are steps: each line is
@@ -1445,8 +1445,8 @@ def make_multiply(lanes: int) -> Callable[..., None]:
 #
 # Here all is near already, and what counts is how often something is loaded. A row that meets one vector of
 # queries loads a number for each product. Three vectors use it three times, and eight rows of them fill the
-# registers. In NumPy this `tile` would be `out[first:][:8, column:][:, :48] = rows[first:][:8] @ x[:,
-# column:][:, :48]`.
+# registers. In NumPy this `tile` would be
+# `out[first:][:8, column:][:, :48] = rows[first:][:8] @ x[:, column:][:, :48]`.
 
 
 # %% export="vectors.py"
