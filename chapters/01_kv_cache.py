@@ -164,8 +164,8 @@ for step in (1, 2, 3, 128):
     rows.append(("with", [*words, (kept, known - kept, "computed", new)]))
 draw_rows(
     rows,
-    caption="What a step computes (dark) and what it reads from memory (light), without and "
-    "with a cache. From step 2 on the cached run computes one token: the sliver at the end.",
+    caption="What a step computes and what it reads from memory, without and with a cache. "
+    "From step 2 on the cached run computes one token: the sliver at the end.",
 )
 
 # %% [markdown]
@@ -487,14 +487,15 @@ def encode_ids(token_ids: TokenIds) -> "array[int]":
 class SamplingParams:
     """How to choose the output tokens of one request.
 
-    `max_tokens` None means: up to the end of the model's context. `temperature` 0 is
-    greedy. `top_k` 0 or -1 keeps all tokens. `repetition_penalty` divides the logits of
-    what prompt or output contain already; the other two are subtracted, for the output
-    alone. `logit_bias`, token id to number, is added before that. `n` continuations of
-    one prompt are drawn with the seeds `seed`, `seed` + 1 and so on. `stop` strings,
-    `stop_token_ids` and the model's own end tokens (unless `ignore_eos`) end the
-    output; they are no part of the text, the tokens stay in `token_ids`. `logprobs`
-    asks for so many of the likeliest tokens beside each chosen one, `prompt_logprobs`
+    `max_tokens` None means: up to the end of the model's context, or of all the pages
+    if these end before it. `temperature` 0 is greedy. `top_k` 0 or -1 keeps all tokens.
+    `repetition_penalty` divides the logits of what prompt or output contain already;
+    the other two are subtracted, for the output alone. `logit_bias`, token id to
+    number, is added before that. `n` continuations of one prompt are drawn with the
+    seeds `seed`, `seed` + 1 and so on. `stop` strings, `stop_token_ids` and the model's
+    own end tokens (unless `ignore_eos`) end the output; they are no part of the text,
+    the tokens stay in `token_ids`. `logprobs` asks for so many of the likeliest tokens
+    beside each chosen one, `prompt_logprobs`
     for the same of the prompt; -1 means all. Raises `ValueError` for bad values.
     """
 

@@ -761,7 +761,7 @@ draw_rows(
     [bar(bits) for bits in (32, 64, 128)],
     unit=26,
     caption="How many pages may have a name before two share one; the axis counts digits. Up to "
-    "the end of the pale bar the chance is below one in a million; at the end of the red "
+    "the end of the first bar the chance is below one in a million; at the end of the red "
     "one it is one half. Twice the bits, twice the digits.",
 )
 

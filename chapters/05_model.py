@@ -341,7 +341,7 @@ draw_rows(
     rows,
     unit=20,
     caption="The seven query rows of the batch, and the slots that each may look at; the number "
-    "in a cell is the token that lies there. Dark: the row's own token. Blue: pages that D "
+    "in a cell is the token that lies there. Indigo: the row's own token. Blue: pages that D "
     "shares with B, four of whose tokens B writes in this very pass.",
 )
 
@@ -453,7 +453,7 @@ for start, end, plan in moments:
     new, read = plan.write_slots.tolist(), plan.chunks[0].context.tolist()
     filled |= dict(zip(new, range(start, end), strict=True))
     what = f"token {start}" if end - start == 1 else f"tokens {start} to {end - 1}"
-    caption = f"A layer writes {what} (dark) where the table says, then gathers in token order."
+    caption = f"A layer writes {what} (indigo) where the table says, then gathers in token order."
     frames.append(memory_picture(filled, new, read, caption))
 Steps(frames)
 
@@ -775,6 +775,7 @@ print("the same rows:        ", verdict(*rows))
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -803,27 +804,45 @@ class Product:
 
 
 # %% [markdown]
+# Joining makes a copy, unless the layers' weights lie side by side already. Whoever loads a model can see to
+# that: `place` takes memory for the joined weight, and makes its rows the weights of the layers.
+#
 # Packed weights can only be multiplied by, and the plain ones would be a second copy. They are given
-# up, layer by layer, so that both are never there at once. Where oneDNN cannot pack, on another
+# up, product by product, so that both are never there at once. Where oneDNN cannot pack, on another
 # device or with another format of numbers, the joined weight is multiplied as it is.
 
 
 # %% export="linear.py"
 class Product(Product):
+    def place(self, empty: Callable[[Sequence[int]], Tensor]) -> None:
+        """Give the layers' weights new memory side by side, to be filled."""
+        sizes = [layer.out_features for layer in self.layers]
+        weight = empty((sum(sizes), self.layers[0].in_features))
+        for layer, rows in zip(self.layers, torch.split(weight, sizes), strict=True):
+            layer.weight = nn.Parameter(rows, requires_grad=False)
+
     def pack(self, make: Maker) -> None:
         """Join the layers' weights, and give up the plain ones; once is enough."""
         if self.layers[0].weight is None:
             return
-        weight = _joined([layer.weight for layer in self.layers])
-        biases = [layer.bias for layer in self.layers if layer.bias is not None]
-        self.multiply = make(weight, _joined(biases) if biases else None)
+        weight = _joined([layer.weight.detach() for layer in self.layers])
+        biases = [
+            layer.bias.detach() for layer in self.layers if layer.bias is not None
+        ]
+        self.multiply = make(weight, torch.cat(biases) if biases else None)
         for layer in self.layers:
             layer.weight = layer.bias = None  # type: ignore[assignment]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all rows; a single one as it is, for others may use it too."""
-    return torch.cat(list(parts)).detach() if len(parts) > 1 else parts[0].detach()
+    """One tensor of all rows: as they lie, if side by side, or else a copy."""
+    first, storage = parts[0], {part.untyped_storage().data_ptr() for part in parts}
+    ends = accumulate((part.nbytes for part in parts), initial=first.data_ptr())
+    beside = all(part.data_ptr() == end for part, end in zip(parts, ends, strict=False))
+    if beside and len(storage) == 1 and all(part.is_contiguous() for part in parts):
+        shape = (sum(map(len, parts)), first.shape[1])
+        return first.as_strided(shape, first.stride())
+    return torch.cat(list(parts))
 
 
 def packed_product(weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -862,7 +881,7 @@ matter of copying.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -1210,7 +1229,7 @@ draw_rows(
     ],
     unit=7,
     caption="One token in one layer. The query is gone when the layer is done; the key and the "
-    "value go to the token's own slot (the dark end of page 4) and stay for all who come later.",
+    "value go to the token's own slot (the indigo end of page 4) and stay for all who come later.",
 )
 
 # %% [markdown]
@@ -1238,7 +1257,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        rows = torch.randn(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(len(rows), rows.shape[1], _weight=rows)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -1264,19 +1284,35 @@ class Decoder(nn.Module):
 
 
 # %% [markdown]
-# Packing is asked for by whoever is going to run the model. A head that is tied to the embedding, once
+# A loader builds the decoder without memory, on PyTorch's `meta` device, and then gives every parameter its
+# place. Packing is asked for by whoever is going to run the model. A head that is tied to the embedding, once
 # packed, costs a copy, for the embedding must stay readable; unless the product keeps a `weight` whose
 # rows are as they were. Then the embedding looks tokens up in that one, and there is a single copy again.
 
 
 # %% export="model.py"
 class Decoder(Decoder):
+    def products(self) -> Iterator[Product]:
+        """All of them, of the layers and the head."""
+        parts = (part for module in self.modules() for part in vars(module).values())
+        yield from (part for part in parts if isinstance(part, Product))
+
+    def place(self, empty: Callable[[Sequence[int]], Tensor]) -> None:
+        """Give every parameter memory, to be filled; a tied head shares one."""
+        for product in self.products():
+            product.place(empty)
+        if self.config.tied_head:
+            self.embed_tokens.weight = self.lm_head.weight
+        for module in self.modules():
+            for name, part in module.named_parameters(recurse=False):
+                if part.is_meta:
+                    placed = nn.Parameter(empty(part.shape), requires_grad=False)
+                    setattr(module, name, placed)
+
     def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""
-        for module in self.modules():
-            for part in vars(module).values():
-                if isinstance(part, Product):
-                    part.pack(make)
+        for product in self.products():
+            product.pack(make)
         rows = getattr(self.head.multiply, "weight", None)
         if self.config.tied_head and rows is not None:
             self.embed_tokens.weight = nn.Parameter(rows, requires_grad=False)
@@ -1339,7 +1375,7 @@ class Backend:
     """Who does the work: PyTorch, on any device, or kernels that know theirs.
 
     `arrange` prepares a plan for the attention: from page size and any layer's keys.
-    `empty` gives memory for keys and values, as `torch.empty` does.
+    `empty` gives memory for weights, keys and values, as `torch.empty` does.
     """
 
     run: Run = run_layers

@@ -86,15 +86,17 @@ raises `LoadError`, by name: nothing is skipped in silence.
 """
 
 import json
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -114,6 +116,8 @@ def reading(source: object) -> Iterator[None]:
         yield
     except LoadError:
         raise
+    except KeyError as error:
+        raise LoadError(f"{source} cannot be read as a model: no {error}") from error
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise LoadError(f"{source} cannot be read as a model: {what}") from error
@@ -208,24 +212,33 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder}: unknown architecture {family!r} (known: {', '.join(FAMILIES)})"
         )
     _refuse(folder, raw)
-    rope = raw.get("rope_parameters") or raw
+    rope, heads = raw.get("rope_parameters") or {}, raw["num_attention_heads"]
+    theta, vocab = _given(raw, "rope_theta", 10_000.0), raw["vocab_size"]
+    tied = _given(raw, "tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise LoadError(f"{folder}: tie_word_embeddings is neither true nor false")
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab,
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or _default_head_dim(raw),
-        max_context=raw.get("max_position_embeddings", 2048),
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        num_heads=heads,
+        num_kv_heads=_given(raw, "num_key_value_heads", heads),
+        head_dim=_given(raw, "head_dim", _default_head_dim(raw)),
+        max_context=_given(raw, "max_position_embeddings", 2048),
+        rope_theta=_given(rope, "rope_theta", theta),
         rope_scaling=_rope_scaling(folder, raw),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        tied_head=raw.get("tie_word_embeddings", False),
+        norm_eps=_given(raw, "rms_norm_eps", 1e-6),
+        tied_head=tied,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        eos_token_ids=_eos_ids(folder, raw),
+        eos_token_ids=end_tokens(folder, vocab, _eos_ids(folder, raw)),
     )
+
+
+def _given(raw: Mapping[str, Any], key: str, usual: Any) -> Any:
+    """What a table says, unless it is nothing; 0 is something, and may be wrong."""
+    return usual if (value := raw.get(key)) is None else value
 
 
 def _default_head_dim(raw: dict[str, Any]) -> int:
@@ -280,13 +293,22 @@ def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
 
 
 # %% export="loader.py"
-def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
+def _eos_ids(folder: Path, raw: dict[str, Any]) -> Iterator[object]:
     """End tokens of config.json and generation_config.json together."""
     found = [raw.get("eos_token_id")]
     if (folder / "generation_config.json").is_file():
         found.append(read_json(folder / "generation_config.json").get("eos_token_id"))
-    flat = [i for ids in found for i in (ids if isinstance(ids, list) else [ids])]
-    return frozenset(i for i in flat if i is not None)
+    for ids in found:
+        yield from ids if isinstance(ids, list) else [ids]
+
+
+def end_tokens(source: Path, vocab: int, found: Iterable[object]) -> frozenset[int]:
+    """Those that are given; a `LoadError` for one that is not in the vocabulary."""
+    ids = [i for i in found if i is not None]
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab:
+            raise LoadError(f"{source}: the end token {i!r} is not in the vocabulary")
+    return frozenset(cast(list[int], ids))
 
 
 # %% [markdown]
@@ -294,23 +316,39 @@ def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
 #
 # safetensors files name their tensors as transformers does, and so does our decoder. A
 # large checkpoint is cut in shards, with an index that says which tensor lies in which
-# file. The index decides: a shard may hold leftovers.
+# file. The index decides: a shard may hold leftovers. Files are mapped into memory, and as long as one
+# stays open, all that was read of it stays there too. So it is opened anew for each tensor.
 
 
 # %% export="loader.py"
-def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint, one by one; `LoadError` for a lost shard."""
+Write = Callable[[Tensor], object]  # a tensor of a file to its place
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, Sequence[int], Write]]:
+    """Name and shape of every tensor of a checkpoint, and what writes it.
+
+    Raises `LoadError` for a lost shard.
+    """
     from safetensors import safe_open
 
     for file, names in _shards(folder).items():
         if not file.is_file():
             raise LoadError(f"{folder}: the shard {file.name} is missing")
         try:
-            with safe_open(file, framework="pt") as shard:
-                for name in names or shard.keys():
-                    yield name.removeprefix("model."), shard.get_tensor(name)
+            if not names:
+                with safe_open(file, framework="pt") as shard:
+                    names = [*shard.keys()]
+            for name in names:
+                with safe_open(file, framework="pt") as shard:
+                    tensor = shard.get_tensor(name)
+                ours = name.removeprefix("model.")
+                yield ours, tensor.shape, partial(_copy, tensor)
         except Exception as error:  # safetensors raises its own kinds for broken files
             raise LoadError(f"{file} cannot be read: {error}") from None
+
+
+def _copy(tensor: Tensor, out: Tensor) -> None:
+    out.copy_(tensor)
 
 
 def _shards(folder: Path) -> dict[Path, list[str]]:
@@ -318,7 +356,14 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards: dict[Path, list[str]] = {}
-        for name, file in read_json(index).get("weight_map", {}).items():
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not all(
+            isinstance(f, str) for f in table.values()
+        ):
+            raise LoadError(
+                f"{index}: weight_map is no table of tensors and their files"
+            )
+        for name, file in table.items():
             shards.setdefault(folder / file, []).append(name)
         return shards
     single = folder / "model.safetensors"
@@ -364,7 +409,11 @@ GGUF_NAMES = {
 
 
 class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
-    """The package's reader on a plain array: 250,000 slices of a memmap are slow."""
+    """The package's reader on a plain array, where every list is one part.
+
+    The package makes a part of each string, 250,000 for a vocabulary, and slices a
+    memmap for it. Raises `EOFError` for what lies beyond the end.
+    """
 
     @property
     def data(self) -> Any:
@@ -373,7 +422,43 @@ class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
 
     @data.setter
     def data(self, mapped: np.memmap[Any, Any]) -> None:
-        self._data = mapped.view(np.ndarray)
+        self._data, self._file = mapped.view(np.ndarray), cast(Any, mapped.base)
+
+    def forget(self) -> None:
+        """Let go of what was read of the file; it can be read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self._file.madvise(mmap.MADV_DONTNEED)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise EOFError(f"it ends at byte {len(self.data)}, and should have {end}")
+        return super()._get(offset, dtype, count, **order)
+
+    def _get_field_parts(self, start: int, kind: int) -> Any:
+        if kind != GGUFValueType.ARRAY:
+            return super()._get_field_parts(start, kind)
+        inner, num = self._get(start, np.uint32), self._get(start + 4, np.uint64)
+        parts, types = [inner, num], [GGUFValueType.ARRAY, GGUFValueType(inner[0])]
+        if types[1] in self.gguf_scalar_to_np:
+            item, size = self.gguf_scalar_to_np[types[1]], int(num[0])
+        elif types[1] == GGUFValueType.STRING:
+            words = self.words(self.data[start + 12 :], int(num[0]))
+            item, size = np.uint8, sum(8 + len(word) for word in words)
+        else:
+            return super()._get_field_parts(start, kind)
+        parts.append(self._get(start + 12, item, size))
+        return 12 + parts[-1].nbytes, parts, [2], types
+
+    def words(self, packed: Any, num: int) -> Iterator[memoryview]:
+        """So many strings, each of them behind its length."""
+        order, left = self.endianess.name.lower(), memoryview(packed)
+        for _ in range(num):
+            end = 8 + int.from_bytes(left[:8], order)
+            if end > len(left):
+                raise EOFError("it ends within a list of strings")
+            yield left[8:end]
+            left = left[end:]
 
 
 # %% [markdown]
@@ -382,7 +467,7 @@ class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
 
 # %% export="loader.py"
 class GGUFFile:
-    """A GGUF file: its metadata, and its tensors unpacked to float32."""
+    """A GGUF file: its metadata, and its tensors, unpacked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -397,51 +482,65 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; a leading dot stands for the family's name."""
-        field = self._reader.fields.get(f"{self.family}{key}" if key[0] == "." else key)
+        key = f"{self.family}{key}" if key[0] == "." else key
+        field = self._reader.fields.get(key)
+        if field is not None and field.types == [
+            GGUFValueType.ARRAY,
+            GGUFValueType.STRING,
+        ]:
+            return self.strings(key)
         return default if field is None else field.contents()
 
+    def __getitem__(self, key: str) -> Any:
+        """The same of one that must be there: `KeyError`."""
+        if (value := self.get(key)) is None:
+            raise KeyError(f"{self.family}{key}" if key[0] == "." else key)
+        return value
+
     def strings(self, key: str) -> list[str]:
-        """A metadata list of strings, decoded directly: `contents` takes seconds."""
-        field = self._reader.fields[key]
-        return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
+        """A metadata list of strings."""
+        *_, num, packed = self._reader.fields[key].parts
+        return [str(word, "utf-8") for word in self._reader.words(packed, int(num[0]))]
 
     def special_tokens(self) -> dict[str, str]:
         """The words that begin a text, end it and so on, by transformers' names."""
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-        found = {}
         with reading(self.path):
-            for theirs, ours in names.items():
-                if (i := self.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-                    field = self._reader.fields["tokenizer.ggml.tokens"]
-                    word = bytes(field.parts[field.data[i]])
-                    found[f"{ours}_token"] = word.decode("utf-8")
-        return found
+            ids = {
+                ours: self.get(f"tokenizer.ggml.{theirs}_token_id")
+                for theirs, ours in names.items()
+            }
+            words = self.strings("tokenizer.ggml.tokens")
+            return {f"{k}_token": words[i] for k, i in ids.items() if i is not None}
 
 
 # %% [markdown]
-# Its tensors come out one at a time, unpacked, renamed, and with their rows in our order. A
-# matrix is unpacked a few rows at a time, straight into the number format that is wanted: whole,
-# it would stand in memory as float32 two or three times beside the model.
+# Its tensors come out one at a time, renamed, each with a function that writes it to its place, unpacked and
+# with its rows in our order. A matrix is unpacked a few rows at a time, straight into the number format
+# that is wanted: whole, it would stand in memory as float32 two or three times beside the model.
+# And what was read of the file is let go, for a mapped file counts as the process's memory.
 
 
 # %% export="loader.py"
-CHUNK = 2**20  # numbers that are unpacked at a time
+CHUNK = 2**18  # numbers that are unpacked at a time
 
 
 class GGUFFile(GGUFFile):
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Sequence[int], Write]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
-        heads = self.get(".attention.head_count")
+        heads = self[".attention.head_count"]
         kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
             if packed.name == ROPE_FACTORS:
                 continue  # no weight: see `rope_factors`
-            name, tensor = self._decoder_name(packed.name), _unpack(packed, dtype)
+            name, write = self._decoder_name(packed.name), partial(_unpack, packed)
             if self.family == "llama" and name.endswith(
                 ("q_proj.weight", "k_proj.weight")
             ):
-                tensor = _unpermute(tensor, heads if "q_proj" in name else kv_heads)
-            yield name, tensor
+                num_heads = heads if "q_proj" in name else kv_heads
+                write = partial(_unpack_heads, packed, num_heads)
+            yield name, _shape(packed), write
+            self._reader.forget()
 
     def _decoder_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
@@ -455,8 +554,12 @@ class GGUFFile(GGUFFile):
 
     def rope_factors(self) -> Tensor | None:
         """What each frequency of the rotation is divided by, in Llama 3's files."""
-        found = (t for t in self._reader.tensors if t.name == ROPE_FACTORS)
-        return next((_unpack(t, torch.float32) for t in found), None)
+        for packed in self._reader.tensors:
+            if packed.name == ROPE_FACTORS:
+                factors = torch.empty(_shape(packed))
+                _unpack(packed, factors)
+                return factors
+        return None
 
     def num_embeddings(self) -> int:
         """Rows of the embedding; some files pad it beyond their vocabulary."""
@@ -470,15 +573,23 @@ class GGUFFile(GGUFFile):
         return any(tensor.name == name for tensor in self._reader.tensors)
 
 
-def _unpack(packed: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor of the file as numbers, a few rows at a time."""
-    *_, width = shape = [int(size) for size in reversed(packed.shape)]
-    rows, tensor = np.atleast_2d(packed.data), torch.empty(shape, dtype=dtype)
-    step, out = max(1, CHUNK // width), tensor.view(-1, width)
+def _shape(packed: Any) -> list[int]:
+    return [int(size) for size in reversed(packed.shape)]
+
+
+def _unpack(packed: Any, out: Tensor) -> None:
+    """Write a tensor of the file as numbers, a few rows at a time."""
+    rows, width = np.atleast_2d(packed.data), out.shape[-1]
+    step, places = max(1, CHUNK // width), out.view(-1, width)
     for start in range(0, len(rows), step):
         some = dequantize(rows[start : start + step], packed.tensor_type)
-        out[start : start + step] = torch.from_numpy(some.copy())
-    return tensor
+        places[start : start + step] = torch.from_numpy(some.copy())
+
+
+def _unpack_heads(packed: Any, num_heads: int, out: Tensor) -> None:
+    rows = torch.empty_like(out)
+    _unpack(packed, rows)
+    out.copy_(_unpermute(rows, num_heads))
 
 
 def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
@@ -505,8 +616,11 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
     """Refuse what would change the numbers and is not handled."""
     reasons = {
         "rope scaling": file.get(".rope.scaling.type", "none") != "none"
-        or file.get(".rope.scale_linear", 1.0) != 1.0,
+        or file.get(".rope.scale_linear", 1.0) != 1.0
+        or file.get(".rope.scaling.factor", 0.0) not in (0.0, 1.0),
         "a partial rotation": file.get(".rope.dimension_count", head_dim) != head_dim,
+        "another size of values": file.get(".attention.value_length", head_dim)
+        != head_dim,
         "a sliding window": file.get(".attention.sliding_window", 0),
         "a mixture of experts": file.get(".expert_count", 0),
     }
@@ -517,34 +631,37 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
-    heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
+    heads, hidden = file[".attention.head_count"], file[".embedding_length"]
+    vocab = file.num_embeddings()
     head_dim = file.get(".attention.key_length", hidden // heads)
     refuse_gguf(file, head_dim)
     eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
-        vocab_size=file.num_embeddings(),
+        vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=file.get(".feed_forward_length"),
-        num_layers=file.get(".block_count"),
+        intermediate_size=file[".feed_forward_length"],
+        num_layers=file[".block_count"],
         num_heads=heads,
         num_kv_heads=file.get(".attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=file.get(".context_length"),
+        max_context=file[".context_length"],
         rope_theta=file.get(".rope.freq_base", 10_000.0),
-        norm_eps=file.get(".attention.layer_norm_rms_epsilon"),
+        norm_eps=file[".attention.layer_norm_rms_epsilon"],
         tied_head=not file.has_tensor("output.weight"),
         qkv_bias=file.family == "qwen2",
         qk_norm=file.family == "qwen3",
-        eos_token_ids=frozenset(i for i in eos if i is not None),
+        eos_token_ids=end_tokens(file.path, vocab, eos),
     )
 
 
 # %% [markdown]
 # ## Into the decoder
 #
-# The decoder is built without memory (on PyTorch's `meta` device), and each tensor is put
-# in its place as it arrives. So the model exists once, not twice. At the end every
-# parameter must have been filled. One exception is common: a *tied* head, which is the
+# The decoder is built without memory (on PyTorch's `meta` device). Then every parameter gets its
+# place, where those lie side by side that will be read together, and each tensor is copied there as it
+# arrives. So the model exists once, not twice, and nothing is laid out anew when all is there. The memory
+# comes from whoever is going to run the model (`empty`). At the end every parameter must have been filled.
+# One exception is common: a *tied* head, which is the
 # embedding matrix used a second time, and need not be in the file.
 
 
@@ -564,15 +681,20 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: bool = False,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Decoder:
-    """Load a model onto a device, in a number format. Raises `LoadError`."""
+    """Load a model onto a device, in a number format. Raises `LoadError`.
+
+    `empty` gives the memory for its weights, as `torch.empty` does.
+    """
     source = checkpoint.path if isinstance(checkpoint, GGUFFile) else checkpoint
     with reading(source):
         if isinstance(checkpoint, GGUFFile):
-            config, tensors = gguf_config(checkpoint), checkpoint.tensors(dtype)
+            config, tensors = gguf_config(checkpoint), checkpoint.tensors()
         else:
             config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-        model = build(config, tensors, device, dtype, source, progress)
+        new = partial(empty, dtype=dtype, device=device)
+        model = build(config, tensors, new, source, progress)
         if isinstance(checkpoint, GGUFFile):
             stretch(model, checkpoint.rope_factors())
         return model
@@ -594,53 +716,42 @@ def stretch(model: Decoder, factors: Tensor | None) -> None:
 # %% export="loader.py"
 def build(
     config: ModelConfig,
-    tensors: Iterator[tuple[str, Tensor]],
-    device: torch.device,
-    dtype: torch.dtype,
+    tensors: Iterator[tuple[str, Sequence[int], Write]],
+    empty: Callable[[Sequence[int]], Tensor],
     source: Path,
     progress: bool = False,
 ) -> Decoder:
     """Make a decoder and fill every parameter, by name."""
     with torch.device("meta"):
         model = Decoder(config)
+    model.place(empty)
     waiting = dict(model.named_parameters())
-    if config.tied_head:
-        del waiting["lm_head.weight"]
     with progress_bar("loading weights", len(waiting), progress) as advance:
-        for name, tensor in tensors:
+        for name, shape, write in tensors:
             if name.endswith("rotary_emb.inv_freq") or (
                 name == "lm_head.weight" and config.tied_head
             ):
                 continue
-            _check_place(name, tensor, waiting.pop(name, None), source)
-            _put(model, name, tensor.to(device=device, dtype=dtype))
+            _check_place(name, shape, waiting.get(name), source)
+            write(waiting.pop(name))
             advance(1)
     if waiting:
         raise LoadError(
             f"{source}: the checkpoint lacks {min(waiting)} ({len(waiting)} missing)"
         )
-    if config.tied_head:
-        model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
 
 
-def _check_place(name: str, tensor: Tensor, place: Tensor | None, source: Path) -> None:
+def _check_place(
+    name: str, shape: Sequence[int], place: Tensor | None, source: Path
+) -> None:
     if place is None:
         raise LoadError(
             f"{source}: the checkpoint's tensor {name} has no place in the model"
         )
-    if tensor.shape != place.shape:
-        shapes = f"{list(tensor.shape)}, expected {list(place.shape)}"
+    if list(shape) != list(place.shape):
+        shapes = f"{list(shape)}, expected {list(place.shape)}"
         raise LoadError(f"{source}: tensor {name} has shape {shapes}")
-
-
-def _put(model: Decoder, name: str, tensor: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(
-        model.get_submodule(owner),
-        leaf,
-        torch.nn.Parameter(tensor, requires_grad=False),
-    )
 
 
 # %% [markdown]
@@ -1023,15 +1134,43 @@ for temperature in (1.0, 0.01, 1e-40, 0.0):
 # Above it, the scores become probabilities, unlikely tokens are cut off, and a die is thrown.
 # Whose die? If all requests of a batch share one generator, a request's text depends on
 # who sits beside it, and on how often somebody was preempted. `seed=42` should mean the
-# same text, alone or in company. So there is no generator that lives on. Each throw is one
-# number, a hash of the request's seed and the position of the token. A request that gives no
-# seed gets one from the engine's seed and its id.
+# same text, alone or in company. So no generator lives on. For each token a new one is made, from a
+# hash of the request's seed and the token's position. A request that gives no seed gets one from
+# the engine's seed and its id.
 #
-# One number is enough for a whole vocabulary. Lay the probabilities end to end: they fill the
-# interval from 0 to 1, and the number falls into one of them. For a batch this is two steps for
-# all rows together, a cumulative sum and a search, where noise for each token of each row would
-# be 49,152 random numbers a row. The sum takes 64 bits: in 32, tokens less likely than a ten
-# millionth would vanish between the others.
+# What is thrown with it? The usual way takes one number: lay the probabilities end to end, so that they
+# fill the interval from 0 to 1, and see into which of them the number falls. But company changes
+# the logits too, a little: a product of eight rows adds in another order than a product of one, and
+# the last bits differ. Here is what the usual way makes of a hundred thousandth.
+
+# %% name="end_to_end"
+torch.manual_seed(0)
+alone = 3 * torch.randn(49_152)
+alone[:20] += 9  # likely tokens
+beside = alone + 1e-5 * torch.randn(49_152)
+
+
+def end_to_end(logits: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    ends = torch.softmax(logits, dim=-1).cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(ends, points * ends[-1], right=True)
+
+
+points = torch.rand(20_000, dtype=torch.float64)
+other = end_to_end(alone, points) != end_to_end(beside, points)
+print(f"{other.sum()} of {len(points)} draws are other tokens")
+
+# %% [markdown]
+# Each border is the sum of all probabilities before it, and moves with all of them. Among 49,152 borders
+# there is often one that moves across the number. Texts of a few hundred tokens would come apart.
+#
+# So we let the tokens play a tournament. In each round the vocabulary is folded in half, and
+# the two halves are added, number by number, until one number is left: the whole. Then we go
+# back. At the whole, a first random number says which half the token lies in, with the halves'
+# weights as the odds; at each fold another number says which of the two that were added. For 49,152
+# tokens that takes [16](#folds) numbers and as many decisions, instead of one decision among 49,152. A decision
+# changes only when its own number falls between the old odds and the new ones.
+# (A noise for each token, of which the largest wins, would do as well, and cost 49,152 numbers a
+# row. vLLM does that, where a GPU makes them.)
 
 # %% export="sampling.py"
 """From logits to token ids, for a batch at once: each row as if it were alone."""
@@ -1041,6 +1180,7 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minivllm.batch import Chunk
 from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
@@ -1054,23 +1194,52 @@ def column(values: Iterable[float], like: Tensor) -> Tensor:
     return torch.tensor([*values], dtype=like.dtype, device=like.device)[:, None]
 
 
-def draw(weights: Tensor, points: Sequence[float]) -> Tensor:
-    """The token of each row [rows, vocab] in whose share the row's point falls.
+def num_points(vocab: int) -> int:
+    """How many random numbers a draw takes: one for each halving of the vocabulary."""
+    return (vocab - 1).bit_length()
 
-    Points are in [0, 1), as a part of the row's sum.
+
+def draw(weights: Tensor, points: Tensor) -> Tensor:
+    """A token of each row [rows, vocab] with the odds of its weight.
+
+    Points [rows, num_points(vocab)] are in [0, 1). Where weights differ by a rounding,
+    so do the odds of each halving, and the token is almost always the same.
     """
     if weights.device.type == "mps":  # it has no 64-bit floats
         weights = weights.cpu()
-    ends = weights.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(ends, column(points, ends) * ends[:, -1:], right=True)
+    width = 2 ** points.shape[-1]
+    folds = [pad(weights.double(), (0, width - weights.shape[-1]))]
+    while (half := folds[-1].shape[-1] // 2) > 0:
+        folds.append(folds[-1][:, :half] + folds[-1][:, half:])
+    at = torch.zeros(len(weights), 1, dtype=torch.long, device=weights.device)
+    columns = points.to(folds[0]).T[..., None]
+    for pairs, point in zip(folds[-2::-1], columns, strict=True):
+        half = pairs.shape[-1] // 2
+        near, far = pairs.gather(-1, at), pairs.gather(-1, at + half)
+        at = at + half * (point * (near + far) >= near)
+    return at
 
+
+# %% name="folds"
+probs = torch.softmax(torch.stack([alone, beside]), dim=-1)
+size = num_points(49_152)
+other = 0
+for _ in range(200):
+    points = torch.rand(100, size, dtype=torch.float64)
+    there, here = (draw(row.expand(100, -1), points) for row in probs)
+    other += int((there != here).sum())
+print(f"{size} numbers; {other} of 20000 draws are other tokens")
 
 # %% [markdown]
-# A point that falls exactly on a border belongs to the token that begins there. So a token of
-# probability zero is never drawn, not even the first by a point of zero.
+# The sums take 64 bits: in 32, tokens less likely than a ten millionth would vanish between the
+# others. A token of weight zero is never drawn. If it lies in the near half, the point is not below
+# zero; if in the far one, the sum is the near weight, and the point is below that.
 
 # %% name="borders"
-print(draw(torch.tensor([[0.0, 0.5, 0.0, 0.5]] * 3), [0.0, 0.499, 0.5]).flatten())
+row = torch.tensor([[0.0, 0.5, 0.0, 0.5]])
+for point in (0.0, 0.499, 0.5, 1 - 2**-52):
+    points = torch.full((1, num_points(4)), point, dtype=torch.float64)
+    print(point, "token", int(draw(row, points)))
 
 # %% [markdown]
 # Now the class. What asks for nothing special takes the short way: one largest logit for each
@@ -1112,13 +1281,14 @@ class Sampler:
         rows = [i for i, c in enumerate(chunks) if c.params.temperature >= GREEDY_BELOW]
         if rows:
             likely = keep_likely(logits[rows], [chunks[i].params for i in rows])
-            points = [self._point(chunks[i]) for i in rows]
+            size = num_points(likely.shape[-1])
+            points = torch.stack([self._points(chunks[i], size) for i in rows])
             drawn = draw(torch.softmax(likely, dim=-1), points)
             tokens[rows] = drawn[:, 0].to(tokens.device)
         return [int(token) for token in tokens.tolist()]
 
-    def _point(self, chunk: Chunk) -> float:
-        """A number in [0, 1) that a seed and a position have, and nothing else."""
+    def _points(self, chunk: Chunk, num: int) -> Tensor:
+        """Numbers in [0, 1) [num] that a seed and a position have, and nothing else."""
         own = chunk.params.seed
         name = (
             f"seed {own}"
@@ -1126,7 +1296,8 @@ class Sampler:
             else f"request {self.seed} {chunk.request_id}"
         )
         digest = blake2b(f"{name} at {chunk.end}".encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 12) / 2**52
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.rand(num, generator=generator, dtype=torch.float64)
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -1153,7 +1324,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 # %% export="sampling.py"
-LARGEST_LOGIT = 1e30  # what a request asks for never makes a logit infinite
+LARGEST_LOGIT = 1e30  # no penalty makes a logit infinite
 
 
 def penalties(params: SamplingParams) -> tuple[float, float, float] | None:
@@ -1167,7 +1338,10 @@ def penalties(params: SamplingParams) -> tuple[float, float, float] | None:
 
 
 def bend(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """A copy of logits [rows, vocab] with biases, then penalties. Sums stay finite."""
+    """A copy of logits [rows, vocab] with biases, then penalties.
+
+    They stay finite, but for -inf, which forbids a token at every temperature.
+    """
     bent = logits.float().clone()
     biases = [
         (row, token, bias)
@@ -1177,11 +1351,13 @@ def bend(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     if biases:
         rows, ids, sums = zip(*biases, strict=True)
         bent[[*rows], [*ids]] += column(sums, bent)[:, 0]
+    forbidden = bent == -torch.inf
     penalised = [row for row, c in enumerate(chunks) if penalties(c.params)]
     if penalised:
         chosen = [chunks[row] for row in penalised]
         bent[penalised] = penalise(bent[penalised], chosen)
-    return bent.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
+    bent.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
+    return bent.masked_fill_(forbidden, -torch.inf)
 
 
 def penalise(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
@@ -1234,7 +1410,8 @@ for options in [
 # 0, said twice, pays the frequency penalty [twice](#penalties).
 #
 # A request may ask for a penalty of 1e-38, and its logits become infinite; `bend` stops them at a
-# size that no temperature can lift to infinity. That is more than tidiness: a row of
+# size that no temperature can lift to infinity. (A bias of -inf is meant so: that token is forbidden,
+# and stays it at every temperature.) That is more than tidiness: a row of
 # infinities has no probabilities, and the batch holds other people's requests. If the *model's*
 # logits are infinite or not a number, nobody can tell what it meant; the answer is -1, and the
 # step fails, instead of token 0 said in silence.

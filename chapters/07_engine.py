@@ -828,6 +828,7 @@ for admission in ADMISSIONS:
 """The loop: schedule, run, commit, publish."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -1140,7 +1141,10 @@ class Engine(Engine):
     def _check_params(self, params: SamplingParams) -> None:
         most = self.limits.vocab_size
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
-        self._check_ids("logit_bias", [*(params.logit_bias or ())])
+        bias = params.logit_bias or {}
+        self._check_ids("logit_bias", [*bias])
+        if len(bias) == most and max(bias.values()) == -math.inf:
+            raise ValueError(f"logit_bias: it forbids all {most} tokens there are")
         if params.stop and self.writers is no_writer:
             raise ValueError(
                 "stop: without a tokenizer there is no text to find it in: "

@@ -68,8 +68,8 @@ draw_rows(
         for publish, steps in plans.items()
         for name, row in rows_of_steps(steps).items()
     ],
-    caption="The four runs. Prompt tokens are dark, with their number; steps are as wide as "
-    "their work. Three policies out of four give the same picture.",
+    caption="The four runs. A number: so many prompt tokens are computed; steps are as "
+    "wide as their work. Three policies out of four give the same picture.",
 )
 
 # %% [markdown]

@@ -640,7 +640,7 @@ draw_rows(
     ],
     unit=150,
     caption="What the fields of a stateful flight can say. Green occurs under both releases, "
-    "yellow came with early release, red fits into the fields and must never be there.",
+    "orange came with early release, red fits into the fields and must never be there.",
 )
 
 # %% [markdown]
@@ -841,8 +841,8 @@ def draw_graph(picture: Picture, make, places: dict[str, tuple]) -> None:
 picture = Picture(
     "Left the memories of the third version, right those of the fourth, at the height of "
     "those that behave like them. 'x ← y': x leads, y waits; 'drains': its members run; *: the "
-    "index names another flight, or none; braces: the set of released ids. Dark: someone "
-    "leads. All pale boxes in one column on the left are one box on the right."
+    "index names another flight, or none; braces: the set of released ids. Indigo: someone "
+    "leads. All boxes of one column on the left that are not indigo are one box on the right."
 )
 many = place(nodes[0], 0, (40, 110, 190), {})
 rows: dict[str, list[float]] = {}

@@ -96,8 +96,8 @@ def life(output: RequestOutput) -> Iterator[tuple[float, float, str, str]]:
 names = ["first, 0 cached", *("a long chat" for _ in chats), "again, 480 cached"]
 draw_rows(
     [(name, list(life(output))) for name, output in zip(names, answers, strict=True)],
-    caption="Six requests over time. Strong colour: the prompt is computed; pale: the answer. The last one "
-    "needs almost no computing, and waits until a chat gives up its seat.",
+    caption="Six requests over time. Indigo: the prompt is computed; behind it: the answer. The last "
+    "one needs almost no computing, and waits until a chat gives up its seat.",
 )
 
 # %% [markdown]
@@ -466,7 +466,7 @@ STEPS = {  # where the search for a reason ends (S16), and what is said there
     "forgotten": (2, "what became of the next ones is not known (forgotten)"),
     "reset": (3, "the next {missed} were known; the cache was reset{ago}"),
     "lost": (3, "the next {missed} were known; the engine had to start over{ago}"),
-    "unaligned": (0, "the other {rest} fill no page"),
+    "no whole page": (0, "the other {rest} fill no page"),
     "all": (0, "all but the last, which is always computed"),
     "scored": (0, "prompt_logprobs are computed and not looked up"),
     "no index": (0, "there is no index"),
@@ -938,7 +938,7 @@ class Explainer(Explainer):
         if not state.sought:
             return Fate("scored"), cached
         if num_pages == len(names):
-            return Fate("unaligned"), known
+            return Fate("no whole page"), known
         if found := self._fate(names[num_pages:], num_pages):
             return found[0], max(known, cached + found[1] * size)
         if near.length >= cached + size or near.length < cached:
@@ -1075,8 +1075,8 @@ def bar(reuse) -> Iterator[tuple[float, float, str, str]]:
 draw_rows(
     [(fault.__name__.replace("_", " "), list(bar(r))) for fault, r in last_of.items()],
     caption="The prompt of the last request of each service. Green was found, red was known and "
-    "not to be found, yellow fills no page, blue is new. Red is question 2 or 3, nearly all blue is "
-    "question 1. Nearly all green and still late is question 4: then one looks at admission.",
+    "not to be found, orange fills no page, indigo is new. Red is question 2 or 3, nearly all "
+    "indigo is question 1. Nearly all green and still late is question 4: then one looks at admission.",
 )
 
 # %% [markdown]
@@ -1167,7 +1167,7 @@ draw_rows(
         *((name, list(seconds(own))) for name, (own, _) in washed.items()),
         ("reports", [(10, 10, "computed", "three a second")]),
     ],
-    caption="Each cell is a visitor: green found the whole guide, red none of it, yellow a part. "
+    caption="Each cell is a visitor: green found the whole guide, red none of it, orange a part. "
     "While the reports come, the guide is pushed out again and again. The reports themselves "
     "never reuse anything.",
 )

@@ -222,7 +222,7 @@ SAMPLING = {
     "presence_penalty": "Taken from the logit of each token that was generated.",
     "frequency_penalty": "The same, for each time it was generated.",
     "n": "Continuations of each prompt.",
-    "stop": "End the text before this; repeat for more.",
+    "stop": "End the text before this; repeat for more (a variable has one a line).",
     "stop_token_ids": "End after this token; repeat for more.",
     "ignore_eos": "Go on after the model's own end tokens.",
     "logprobs": "Report this many likely tokens beside each chosen one.",
@@ -1144,7 +1144,8 @@ class LLM:
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
         dtype = choose_dtype(chosen.dtype, device)
-        decoder = load_model(checkpoint, device, dtype, progress)
+        backend = choose_backend(chosen.kernels, device, dtype)
+        decoder = load_model(checkpoint, device, dtype, progress, backend.empty)
         self.config = config = decoder.config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
         self.template = load_template(checkpoint)
@@ -1152,7 +1153,6 @@ class LLM:
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
-        backend = choose_backend(chosen.kernels, device, dtype)
         runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
         observer = both(observer, self._start_trace(trace))
@@ -1174,7 +1174,7 @@ class LLM:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
             return ModelRunner(decoder, num_pages, size, sampler, backend)
-        except (RuntimeError, MemoryError, OverflowError) as error:
+        except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
@@ -1310,12 +1310,13 @@ class LLM(LLM):
         The prompt may be a conversation. Closing the iterator aborts the request.
         """
         text = prompt if isinstance(prompt, str) else None
-        if text is None and isinstance(next(iter(prompt), None), Mapping):
+        if text is None and isinstance(next(iter(_plain(prompt)), None), Mapping):
             text = self.chat_text(cast(Sequence[Message], prompt))
             ids = self._encode(text, special=False)
         else:
             ids = self._encode(cast(Prompt, prompt))
-        wanted = [(ids, params or SamplingParams())]
+        [checked] = _params_for(1, params)
+        wanted = [(ids, checked)]
         self._check(wanted)  # now, and not when the first output is asked for
         return (replace(output, prompt=text) for output in self._steps(wanted, []))
 
@@ -1392,11 +1393,13 @@ class LLM(LLM):
 def _params_for(num_prompts: int, given: Params) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * num_prompts
-    if not isinstance(given, Sequence):
-        raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
-    if len(given) != num_prompts:
-        raise ValueError(f"{len(given)} SamplingParams for {num_prompts} prompts")
-    return list(given)
+    several = list(given) if isinstance(given, Sequence) else [given]
+    for each in several:
+        if not isinstance(each, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {each!r}")
+    if len(several) != num_prompts:
+        raise ValueError(f"{len(several)} SamplingParams for {num_prompts} prompts")
+    return several
 
 
 # %% [markdown]
@@ -1654,6 +1657,9 @@ if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
 # %% export="cli.py"
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Let a TOML file give the defaults. `ValueError` names the file and the key."""
+    takers: dict[Any, Any] = {p.name: p for p in context.command.params}
+    if "stop" in takers:  # a stop string may hold spaces
+        takers["stop"].envvar_list_splitter = "\n"
     if path is None or context.resilient_parsing:
         return path
     try:
@@ -1662,13 +1668,16 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise ValueError(f"{path} cannot be read: {error}") from None
     known = {"model", *(name for name, *_ in documented())}
     values = {key.replace("-", "_"): value for key, value in given.items()}
+    if len(values) < len(given):
+        raise ValueError(f"{path}: one key twice, with - and with _")
     if unknown := [key for key in given if key.replace("-", "_") not in known]:
         offered = ", ".join(sorted(known))
         raise ValueError(f"{path}: unknown key {unknown[0]!r} (known: {offered})")
-    takers: dict[Any, Any] = {p.name: p for p in context.command.params}
     context.default_map = {}
     for name in takers.keys() & values.keys():
         value = values[name]  # as text, so that it is read as on the command line
+        if takers[name].multiple and not isinstance(value, list):
+            value = [value]
         plain = [str(v) for v in value] if isinstance(value, list) else str(value)
         try:
             takers[name].process_value(context, plain)

@@ -2380,7 +2380,6 @@ from minivllm.options import assemble, read_options
 from minivllm.request import SamplingParams
 
 if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
-    from minivllm.linear import Product
     from minivllm.llm import LLM
     from minivllm.runner import ModelRunner
 
@@ -2680,22 +2679,17 @@ def _places(runner: "ModelRunner") -> list[tuple[Any, str, str]]:
     """Where the work of layers is done: owner, attribute, part of a step."""
     from minivllm import model
 
-    places: list[tuple[Any, str, str]] = [(runner.model.head, "multiply", "head")]
+    head = runner.model.head
+    places: list[tuple[Any, str, str]] = [(head, "multiply", "head")]
     if runner.backend.run is not model.run_layers:
         return places  # kernels have a clock of their own
+    products = (part for part in runner.model.products() if part is not head)
     modules = list(runner.model.layers.modules())
     norms = [module for module in modules if isinstance(module, model.RMSNorm)]
-    places += [(part, "multiply", "products") for part in _products(modules)]
+    places += [(part, "multiply", "products") for part in products]
     places += [(layer, "forward", "attention") for layer in runner.memory]
     places += [(norm, "forward", "norms") for norm in norms]
     return [*places, (model, "rotate", "rotation"), (model, "gated", "gates")]
-
-
-def _products(modules: Sequence[Any]) -> "list[Product]":
-    from minivllm.linear import Product
-
-    parts = [part for module in modules for part in vars(module).values()]
-    return [part for part in parts if isinstance(part, Product)]
 
 
 def parts_of_steps(engine: Engine, num_steps: int) -> dict[str, float]:

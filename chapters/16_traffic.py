@@ -1055,7 +1055,7 @@ for row in step_rows:
 draw_rows(
     bars,
     unit=800,
-    caption="Measured steps that the fit has not seen (strong colour), and what it says of them (pale).",
+    caption="Measured steps that the fit has not seen, with their seconds, and below each what the model says of it.",
 )
 
 # %% [markdown]

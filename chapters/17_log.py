@@ -1706,19 +1706,22 @@ from minivllm.lint import CacheName, Finding
 SHOWN = 48  # characters of a value, or bad lines
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 request', '2 requests'."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def show(report: Report, out: Console) -> None:
     """A report for people."""
     linter, size = report.linter, size_name(report.capacity)
-    counts = f"{linter.requests:,} requests, {linter.tokens:,} prompt tokens"
+    counts = counted(linter.requests, "request"), counted(linter.tokens, "prompt token")
     room = f"of {size} tokens" if report.capacity else "without bound"
-    out.print(f"{counts}; caches {room}")
+    out.print(f"{', '.join(counts)}; caches {room}")
     if common := report.common:
-        more = (
-            ""
-            if common["characters"] is None
-            else f", {common['characters']} characters"
-        )
-        out.print(f"{common['tokens']} tokens in common{more}; then")
+        told = f"{counted(common['tokens'], 'token')} in common"
+        if common["characters"] is not None:
+            told += f", {counted(common['characters'], 'character')}"
+        out.print(f"{told}; then")
         for side in common["sides"]:
             before, here, after = (repr(text)[1:-1] for text in side["text"])
             line = (
@@ -1750,12 +1753,12 @@ def in_words(number: int, finding: Finding) -> Text:
         .append(f", character {told['offset']}: ")
     )
     words.append(finding.cause, "bold yellow").append(
-        f", in {finding.requests:,} requests\n   "
+        f", in {counted(finding.requests, 'request')}\n   "
     )
     words.append(
         f"line {told['line']} has {one}, line {told['nearest_line']} {other}\n   "
     )
-    done = f": done in {finding.moved:,} requests" if finding.moved else ""
+    done = f": done in {counted(finding.moved, 'request')}" if finding.moved else ""
     left = finding.remedy.startswith("left")
     return words.append(finding.remedy + done, "red" if left else "green")
 

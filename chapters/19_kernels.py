@@ -362,7 +362,7 @@ now = cast(Any, _now)  # seconds, by the team's clock; without a team there is n
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
@@ -1157,7 +1157,7 @@ def cut(start: int, end: int, size: int) -> list[tuple[int, int]]:
 # %% tags=["hide-input"]
 from minivllm.attention import plan_batch
 from minivllm.batch import Chunk
-from minivllm.drawing import draw_rows
+from minivllm.drawing import CHAR, draw_rows
 from minivllm.kernels_numba import arrange
 from minivllm.request import encode_ids
 
@@ -1685,12 +1685,10 @@ NO_BIAS = np.empty((0, 1), np.float32)
 class ReadProduct:
     """x -> x times weight, plus bias: read once for few tokens, PyTorch's for many."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, empty: Callable[..., Tensor]
-    ) -> None:
-        self.weight = empty(weight.shape, dtype=weight.dtype).copy_(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
         own = NO_BIAS if bias is None else bias.float()[:, None].numpy()
-        self.arrays = as_array(self.weight), own
+        self.arrays = as_array(weight), own
         self._room: dict[int, Any] = {}  # new memory is slow at first touch
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -1760,15 +1758,13 @@ def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
 
 
 # %% export="kernels_numba.py"
-def read_product(
-    weight: Tensor, bias: Tensor | None, empty: Callable[..., Tensor] = torch.empty
-) -> Multiply:
+def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
     if num_outputs < ROWS or num_inputs < STRETCH or num_inputs % 16:
         packed = packed_product(weight, bias)
         return lambda x: packed(x.to(weight.dtype))
-    return ReadProduct(weight, bias, empty)
+    return ReadProduct(weight, bias)
 
 
 # %% [markdown]
@@ -2233,9 +2229,7 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """The kernels, if they know the device and the format. Raises `ValueError`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("these kernels are for float32 and bfloat16 on a CPU")
-    empty = LargePages().empty
-    product = partial(read_product, empty=empty)
-    return Backend(CompiledLayers(), arrange, product, empty)
+    return Backend(CompiledLayers(), arrange, read_product, LargePages().empty)
 
 
 # %% [markdown]
@@ -2297,7 +2291,8 @@ for (dtype, who, requests), parts in breakdowns.items():
     whole = 1e3 * sum(parts.values())
     for part, colour in [*colours.items(), ("rest", "plain")]:
         length = 1e3 * parts[part] if part in parts else whole - start
-        label = part if length > 1.6 * len(part) else ""  # where there is room
+        room = 4 * length - 2 * 6  # of its pixels, with a margin at both ends
+        label = part if room >= CHAR * len(part) else ""
         cells.append((start, length, colour, label))
         start += length
     rows.append(

@@ -39,7 +39,7 @@ def on_config(config: MkDocsConfig) -> None:
     nav: list[Any] = [{"Home": "index.md"}]
     nav += [{"Chapters": chapters}] if chapters else []
     nav += [{"Claims": "claims.md"}] if (root / claims.TABLE).exists() else []
-    pages = [{f"minivllm/{name}": page_of(name)} for name in package_of(config)]
+    pages = [{name: page_of(name)} for name in package_of(config)]  # short: they fit
     config.nav = nav + ([{"Package": pages}] if pages else [])
 
 

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (5ab5f411): edit the chapter.
+# Exported from chapters/14_llm.py (eef93740): edit the chapter.
 """The command line: what all commands share, and `minivllm generate`."""
 
 import json
@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # not otherwise: a command that asks for help needs no torch
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Let a TOML file give the defaults. `ValueError` names the file and the key."""
+    takers: dict[Any, Any] = {p.name: p for p in context.command.params}
+    if "stop" in takers:  # a stop string may hold spaces
+        takers["stop"].envvar_list_splitter = "\n"
     if path is None or context.resilient_parsing:
         return path
     try:
@@ -50,13 +53,16 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise ValueError(f"{path} cannot be read: {error}") from None
     known = {"model", *(name for name, *_ in documented())}
     values = {key.replace("-", "_"): value for key, value in given.items()}
+    if len(values) < len(given):
+        raise ValueError(f"{path}: one key twice, with - and with _")
     if unknown := [key for key in given if key.replace("-", "_") not in known]:
         offered = ", ".join(sorted(known))
         raise ValueError(f"{path}: unknown key {unknown[0]!r} (known: {offered})")
-    takers: dict[Any, Any] = {p.name: p for p in context.command.params}
     context.default_map = {}
     for name in takers.keys() & values.keys():
         value = values[name]  # as text, so that it is read as on the command line
+        if takers[name].multiple and not isinstance(value, list):
+            value = [value]
         plain = [str(v) for v in value] if isinstance(value, list) else str(value)
         try:
             takers[name].process_value(context, plain)

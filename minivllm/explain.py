@@ -1,4 +1,4 @@
-# Exported from chapters/13_explain.py (320dea30): edit the chapter.
+# Exported from chapters/13_explain.py (0b365441): edit the chapter.
 """Why so many prompt tokens were reused, and no more: an answer for each request."""
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ STEPS = {  # where the search for a reason ends (S16), and what is said there
     "forgotten": (2, "what became of the next ones is not known (forgotten)"),
     "reset": (3, "the next {missed} were known; the cache was reset{ago}"),
     "lost": (3, "the next {missed} were known; the engine had to start over{ago}"),
-    "unaligned": (0, "the other {rest} fill no page"),
+    "no whole page": (0, "the other {rest} fill no page"),
     "all": (0, "all but the last, which is always computed"),
     "scored": (0, "prompt_logprobs are computed and not looked up"),
     "no index": (0, "there is no index"),
@@ -505,7 +505,7 @@ class Explainer:
         if not state.sought:
             return Fate("scored"), cached
         if num_pages == len(names):
-            return Fate("unaligned"), known
+            return Fate("no whole page"), known
         if found := self._fate(names[num_pages:], num_pages):
             return found[0], max(known, cached + found[1] * size)
         if near.length >= cached + size or near.length < cached:

@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (7edb9c1b): edit the chapter.
+# Exported from chapters/19_kernels.py (33afa55d): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
@@ -522,12 +522,10 @@ NO_BIAS = np.empty((0, 1), np.float32)
 class ReadProduct:
     """x -> x times weight, plus bias: read once for few tokens, PyTorch's for many."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, empty: Callable[..., Tensor]
-    ) -> None:
-        self.weight = empty(weight.shape, dtype=weight.dtype).copy_(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
         own = NO_BIAS if bias is None else bias.float()[:, None].numpy()
-        self.arrays = as_array(self.weight), own
+        self.arrays = as_array(weight), own
         self._room: dict[int, Any] = {}  # new memory is slow at first touch
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -587,15 +585,13 @@ def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
             put(told, row, i, lane[i])
 
 
-def read_product(
-    weight: Tensor, bias: Tensor | None, empty: Callable[..., Tensor] = torch.empty
-) -> Multiply:
+def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
     if num_outputs < ROWS or num_inputs < STRETCH or num_inputs % 16:
         packed = packed_product(weight, bias)
         return lambda x: packed(x.to(weight.dtype))
-    return ReadProduct(weight, bias, empty)
+    return ReadProduct(weight, bias)
 
 
 class LargePages:
@@ -960,6 +956,4 @@ def backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """The kernels, if they know the device and the format. Raises `ValueError`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("these kernels are for float32 and bfloat16 on a CPU")
-    empty = LargePages().empty
-    product = partial(read_product, empty=empty)
-    return Backend(CompiledLayers(), arrange, product, empty)
+    return Backend(CompiledLayers(), arrange, read_product, LargePages().empty)

@@ -1,10 +1,11 @@
-# Exported from chapters/05_model.py (e236faf1): edit the chapter.
+# Exported from chapters/05_model.py (8420d8f4): edit the chapter.
 """Linear layers, joined and laid out for the processor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +32,35 @@ class Product:
     def _one_by_one(self, x: Tensor) -> Tensor:
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
+    def place(self, empty: Callable[[Sequence[int]], Tensor]) -> None:
+        """Give the layers' weights new memory side by side, to be filled."""
+        sizes = [layer.out_features for layer in self.layers]
+        weight = empty((sum(sizes), self.layers[0].in_features))
+        for layer, rows in zip(self.layers, torch.split(weight, sizes), strict=True):
+            layer.weight = nn.Parameter(rows, requires_grad=False)
+
     def pack(self, make: Maker) -> None:
         """Join the layers' weights, and give up the plain ones; once is enough."""
         if self.layers[0].weight is None:
             return
-        weight = _joined([layer.weight for layer in self.layers])
-        biases = [layer.bias for layer in self.layers if layer.bias is not None]
-        self.multiply = make(weight, _joined(biases) if biases else None)
+        weight = _joined([layer.weight.detach() for layer in self.layers])
+        biases = [
+            layer.bias.detach() for layer in self.layers if layer.bias is not None
+        ]
+        self.multiply = make(weight, torch.cat(biases) if biases else None)
         for layer in self.layers:
             layer.weight = layer.bias = None  # type: ignore[assignment]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all rows; a single one as it is, for others may use it too."""
-    return torch.cat(list(parts)).detach() if len(parts) > 1 else parts[0].detach()
+    """One tensor of all rows: as they lie, if side by side, or else a copy."""
+    first, storage = parts[0], {part.untyped_storage().data_ptr() for part in parts}
+    ends = accumulate((part.nbytes for part in parts), initial=first.data_ptr())
+    beside = all(part.data_ptr() == end for part, end in zip(parts, ends, strict=False))
+    if beside and len(storage) == 1 and all(part.is_contiguous() for part in parts):
+        shape = (sum(map(len, parts)), first.shape[1])
+        return first.as_strided(shape, first.stride())
+    return torch.cat(list(parts))
 
 
 def packed_product(weight: Tensor, bias: Tensor | None) -> Multiply:

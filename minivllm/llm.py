@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (38a6ca78): edit the chapter.
+# Exported from chapters/14_llm.py (5b8ae1b7): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class LLM:
         checkpoint = open_checkpoint(model)
         device = choose_device(chosen.device)
         dtype = choose_dtype(chosen.dtype, device)
-        decoder = load_model(checkpoint, device, dtype, progress)
+        backend = choose_backend(chosen.kernels, device, dtype)
+        decoder = load_model(checkpoint, device, dtype, progress, backend.empty)
         self.config = config = decoder.config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
         self.template = load_template(checkpoint)
@@ -124,7 +125,6 @@ class LLM:
         num_pages = chosen.num_pages or choose_num_pages(
             config, chosen.page_size, device, dtype
         )
-        backend = choose_backend(chosen.kernels, device, dtype)
         runner = self._runner(decoder, num_pages, backend)
         limits = Limits(config.vocab_size, config.max_context, ends)
         observer = both(observer, self._start_trace(trace))
@@ -146,7 +146,7 @@ class LLM:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
             return ModelRunner(decoder, num_pages, size, sampler, backend)
-        except (RuntimeError, MemoryError, OverflowError) as error:
+        except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
@@ -234,12 +234,13 @@ class LLM:
         The prompt may be a conversation. Closing the iterator aborts the request.
         """
         text = prompt if isinstance(prompt, str) else None
-        if text is None and isinstance(next(iter(prompt), None), Mapping):
+        if text is None and isinstance(next(iter(_plain(prompt)), None), Mapping):
             text = self.chat_text(cast(Sequence[Message], prompt))
             ids = self._encode(text, special=False)
         else:
             ids = self._encode(cast(Prompt, prompt))
-        wanted = [(ids, params or SamplingParams())]
+        [checked] = _params_for(1, params)
+        wanted = [(ids, checked)]
         self._check(wanted)  # now, and not when the first output is asked for
         return (replace(output, prompt=text) for output in self._steps(wanted, []))
 
@@ -325,11 +326,13 @@ Stream = Generator[RequestOutput, None, None]
 def _params_for(num_prompts: int, given: Params) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * num_prompts
-    if not isinstance(given, Sequence):
-        raise ValueError(f"sampling_params must be SamplingParams, not {given!r}")
-    if len(given) != num_prompts:
-        raise ValueError(f"{len(given)} SamplingParams for {num_prompts} prompts")
-    return list(given)
+    several = list(given) if isinstance(given, Sequence) else [given]
+    for each in several:
+        if not isinstance(each, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {each!r}")
+    if len(several) != num_prompts:
+        raise ValueError(f"{len(several)} SamplingParams for {num_prompts} prompts")
+    return several
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (17c2dca9): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (c3b6f63b): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -9,15 +9,17 @@ raises `LoadError`, by name: nothing is skipped in silence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -38,6 +40,8 @@ def reading(source: object) -> Iterator[None]:
         yield
     except LoadError:
         raise
+    except KeyError as error:
+        raise LoadError(f"{source} cannot be read as a model: no {error}") from error
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise LoadError(f"{source} cannot be read as a model: {what}") from error
@@ -110,24 +114,33 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder}: unknown architecture {family!r} (known: {', '.join(FAMILIES)})"
         )
     _refuse(folder, raw)
-    rope = raw.get("rope_parameters") or raw
+    rope, heads = raw.get("rope_parameters") or {}, raw["num_attention_heads"]
+    theta, vocab = _given(raw, "rope_theta", 10_000.0), raw["vocab_size"]
+    tied = _given(raw, "tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise LoadError(f"{folder}: tie_word_embeddings is neither true nor false")
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab,
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or _default_head_dim(raw),
-        max_context=raw.get("max_position_embeddings", 2048),
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        num_heads=heads,
+        num_kv_heads=_given(raw, "num_key_value_heads", heads),
+        head_dim=_given(raw, "head_dim", _default_head_dim(raw)),
+        max_context=_given(raw, "max_position_embeddings", 2048),
+        rope_theta=_given(rope, "rope_theta", theta),
         rope_scaling=_rope_scaling(folder, raw),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        tied_head=raw.get("tie_word_embeddings", False),
+        norm_eps=_given(raw, "rms_norm_eps", 1e-6),
+        tied_head=tied,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        eos_token_ids=_eos_ids(folder, raw),
+        eos_token_ids=end_tokens(folder, vocab, _eos_ids(folder, raw)),
     )
+
+
+def _given(raw: Mapping[str, Any], key: str, usual: Any) -> Any:
+    """What a table says, unless it is nothing; 0 is something, and may be wrong."""
+    return usual if (value := raw.get(key)) is None else value
 
 
 def _default_head_dim(raw: dict[str, Any]) -> int:
@@ -171,28 +184,52 @@ def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
     return dict(scaling)
 
 
-def _eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
+def _eos_ids(folder: Path, raw: dict[str, Any]) -> Iterator[object]:
     """End tokens of config.json and generation_config.json together."""
     found = [raw.get("eos_token_id")]
     if (folder / "generation_config.json").is_file():
         found.append(read_json(folder / "generation_config.json").get("eos_token_id"))
-    flat = [i for ids in found for i in (ids if isinstance(ids, list) else [ids])]
-    return frozenset(i for i in flat if i is not None)
+    for ids in found:
+        yield from ids if isinstance(ids, list) else [ids]
 
 
-def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint, one by one; `LoadError` for a lost shard."""
+def end_tokens(source: Path, vocab: int, found: Iterable[object]) -> frozenset[int]:
+    """Those that are given; a `LoadError` for one that is not in the vocabulary."""
+    ids = [i for i in found if i is not None]
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab:
+            raise LoadError(f"{source}: the end token {i!r} is not in the vocabulary")
+    return frozenset(cast(list[int], ids))
+
+
+Write = Callable[[Tensor], object]  # a tensor of a file to its place
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, Sequence[int], Write]]:
+    """Name and shape of every tensor of a checkpoint, and what writes it.
+
+    Raises `LoadError` for a lost shard.
+    """
     from safetensors import safe_open
 
     for file, names in _shards(folder).items():
         if not file.is_file():
             raise LoadError(f"{folder}: the shard {file.name} is missing")
         try:
-            with safe_open(file, framework="pt") as shard:
-                for name in names or shard.keys():
-                    yield name.removeprefix("model."), shard.get_tensor(name)
+            if not names:
+                with safe_open(file, framework="pt") as shard:
+                    names = [*shard.keys()]
+            for name in names:
+                with safe_open(file, framework="pt") as shard:
+                    tensor = shard.get_tensor(name)
+                ours = name.removeprefix("model.")
+                yield ours, tensor.shape, partial(_copy, tensor)
         except Exception as error:  # safetensors raises its own kinds for broken files
             raise LoadError(f"{file} cannot be read: {error}") from None
+
+
+def _copy(tensor: Tensor, out: Tensor) -> None:
+    out.copy_(tensor)
 
 
 def _shards(folder: Path) -> dict[Path, list[str]]:
@@ -200,7 +237,14 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards: dict[Path, list[str]] = {}
-        for name, file in read_json(index).get("weight_map", {}).items():
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not all(
+            isinstance(f, str) for f in table.values()
+        ):
+            raise LoadError(
+                f"{index}: weight_map is no table of tensors and their files"
+            )
+        for name, file in table.items():
             shards.setdefault(folder / file, []).append(name)
         return shards
     single = folder / "model.safetensors"
@@ -231,7 +275,11 @@ GGUF_NAMES = {
 
 
 class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
-    """The package's reader on a plain array: 250,000 slices of a memmap are slow."""
+    """The package's reader on a plain array, where every list is one part.
+
+    The package makes a part of each string, 250,000 for a vocabulary, and slices a
+    memmap for it. Raises `EOFError` for what lies beyond the end.
+    """
 
     @property
     def data(self) -> Any:
@@ -240,11 +288,47 @@ class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
 
     @data.setter
     def data(self, mapped: np.memmap[Any, Any]) -> None:
-        self._data = mapped.view(np.ndarray)
+        self._data, self._file = mapped.view(np.ndarray), cast(Any, mapped.base)
+
+    def forget(self) -> None:
+        """Let go of what was read of the file; it can be read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self._file.madvise(mmap.MADV_DONTNEED)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise EOFError(f"it ends at byte {len(self.data)}, and should have {end}")
+        return super()._get(offset, dtype, count, **order)
+
+    def _get_field_parts(self, start: int, kind: int) -> Any:
+        if kind != GGUFValueType.ARRAY:
+            return super()._get_field_parts(start, kind)
+        inner, num = self._get(start, np.uint32), self._get(start + 4, np.uint64)
+        parts, types = [inner, num], [GGUFValueType.ARRAY, GGUFValueType(inner[0])]
+        if types[1] in self.gguf_scalar_to_np:
+            item, size = self.gguf_scalar_to_np[types[1]], int(num[0])
+        elif types[1] == GGUFValueType.STRING:
+            words = self.words(self.data[start + 12 :], int(num[0]))
+            item, size = np.uint8, sum(8 + len(word) for word in words)
+        else:
+            return super()._get_field_parts(start, kind)
+        parts.append(self._get(start + 12, item, size))
+        return 12 + parts[-1].nbytes, parts, [2], types
+
+    def words(self, packed: Any, num: int) -> Iterator[memoryview]:
+        """So many strings, each of them behind its length."""
+        order, left = self.endianess.name.lower(), memoryview(packed)
+        for _ in range(num):
+            end = 8 + int.from_bytes(left[:8], order)
+            if end > len(left):
+                raise EOFError("it ends within a list of strings")
+            yield left[8:end]
+            left = left[end:]
 
 
 class GGUFFile:
-    """A GGUF file: its metadata, and its tensors unpacked to float32."""
+    """A GGUF file: its metadata, and its tensors, unpacked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -259,39 +343,52 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; a leading dot stands for the family's name."""
-        field = self._reader.fields.get(f"{self.family}{key}" if key[0] == "." else key)
+        key = f"{self.family}{key}" if key[0] == "." else key
+        field = self._reader.fields.get(key)
+        if field is not None and field.types == [
+            GGUFValueType.ARRAY,
+            GGUFValueType.STRING,
+        ]:
+            return self.strings(key)
         return default if field is None else field.contents()
 
+    def __getitem__(self, key: str) -> Any:
+        """The same of one that must be there: `KeyError`."""
+        if (value := self.get(key)) is None:
+            raise KeyError(f"{self.family}{key}" if key[0] == "." else key)
+        return value
+
     def strings(self, key: str) -> list[str]:
-        """A metadata list of strings, decoded directly: `contents` takes seconds."""
-        field = self._reader.fields[key]
-        return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
+        """A metadata list of strings."""
+        *_, num, packed = self._reader.fields[key].parts
+        return [str(word, "utf-8") for word in self._reader.words(packed, int(num[0]))]
 
     def special_tokens(self) -> dict[str, str]:
         """The words that begin a text, end it and so on, by transformers' names."""
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-        found = {}
         with reading(self.path):
-            for theirs, ours in names.items():
-                if (i := self.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-                    field = self._reader.fields["tokenizer.ggml.tokens"]
-                    word = bytes(field.parts[field.data[i]])
-                    found[f"{ours}_token"] = word.decode("utf-8")
-        return found
+            ids = {
+                ours: self.get(f"tokenizer.ggml.{theirs}_token_id")
+                for theirs, ours in names.items()
+            }
+            words = self.strings("tokenizer.ggml.tokens")
+            return {f"{k}_token": words[i] for k, i in ids.items() if i is not None}
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Sequence[int], Write]]:
         """All tensors under the decoder's names, rows in the decoder's order."""
-        heads = self.get(".attention.head_count")
+        heads = self[".attention.head_count"]
         kv_heads = self.get(".attention.head_count_kv", heads)
         for packed in self._reader.tensors:
             if packed.name == ROPE_FACTORS:
                 continue  # no weight: see `rope_factors`
-            name, tensor = self._decoder_name(packed.name), _unpack(packed, dtype)
+            name, write = self._decoder_name(packed.name), partial(_unpack, packed)
             if self.family == "llama" and name.endswith(
                 ("q_proj.weight", "k_proj.weight")
             ):
-                tensor = _unpermute(tensor, heads if "q_proj" in name else kv_heads)
-            yield name, tensor
+                num_heads = heads if "q_proj" in name else kv_heads
+                write = partial(_unpack_heads, packed, num_heads)
+            yield name, _shape(packed), write
+            self._reader.forget()
 
     def _decoder_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
@@ -305,8 +402,12 @@ class GGUFFile:
 
     def rope_factors(self) -> Tensor | None:
         """What each frequency of the rotation is divided by, in Llama 3's files."""
-        found = (t for t in self._reader.tensors if t.name == ROPE_FACTORS)
-        return next((_unpack(t, torch.float32) for t in found), None)
+        for packed in self._reader.tensors:
+            if packed.name == ROPE_FACTORS:
+                factors = torch.empty(_shape(packed))
+                _unpack(packed, factors)
+                return factors
+        return None
 
     def num_embeddings(self) -> int:
         """Rows of the embedding; some files pad it beyond their vocabulary."""
@@ -320,18 +421,26 @@ class GGUFFile:
         return any(tensor.name == name for tensor in self._reader.tensors)
 
 
-CHUNK = 2**20  # numbers that are unpacked at a time
+CHUNK = 2**18  # numbers that are unpacked at a time
 
 
-def _unpack(packed: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor of the file as numbers, a few rows at a time."""
-    *_, width = shape = [int(size) for size in reversed(packed.shape)]
-    rows, tensor = np.atleast_2d(packed.data), torch.empty(shape, dtype=dtype)
-    step, out = max(1, CHUNK // width), tensor.view(-1, width)
+def _shape(packed: Any) -> list[int]:
+    return [int(size) for size in reversed(packed.shape)]
+
+
+def _unpack(packed: Any, out: Tensor) -> None:
+    """Write a tensor of the file as numbers, a few rows at a time."""
+    rows, width = np.atleast_2d(packed.data), out.shape[-1]
+    step, places = max(1, CHUNK // width), out.view(-1, width)
     for start in range(0, len(rows), step):
         some = dequantize(rows[start : start + step], packed.tensor_type)
-        out[start : start + step] = torch.from_numpy(some.copy())
-    return tensor
+        places[start : start + step] = torch.from_numpy(some.copy())
+
+
+def _unpack_heads(packed: Any, num_heads: int, out: Tensor) -> None:
+    rows = torch.empty_like(out)
+    _unpack(packed, rows)
+    out.copy_(_unpermute(rows, num_heads))
 
 
 def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
@@ -344,8 +453,11 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
     """Refuse what would change the numbers and is not handled."""
     reasons = {
         "rope scaling": file.get(".rope.scaling.type", "none") != "none"
-        or file.get(".rope.scale_linear", 1.0) != 1.0,
+        or file.get(".rope.scale_linear", 1.0) != 1.0
+        or file.get(".rope.scaling.factor", 0.0) not in (0.0, 1.0),
         "a partial rotation": file.get(".rope.dimension_count", head_dim) != head_dim,
+        "another size of values": file.get(".attention.value_length", head_dim)
+        != head_dim,
         "a sliding window": file.get(".attention.sliding_window", 0),
         "a mixture of experts": file.get(".expert_count", 0),
     }
@@ -356,25 +468,26 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
-    heads, hidden = file.get(".attention.head_count"), file.get(".embedding_length")
+    heads, hidden = file[".attention.head_count"], file[".embedding_length"]
+    vocab = file.num_embeddings()
     head_dim = file.get(".attention.key_length", hidden // heads)
     refuse_gguf(file, head_dim)
     eos = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
-        vocab_size=file.num_embeddings(),
+        vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=file.get(".feed_forward_length"),
-        num_layers=file.get(".block_count"),
+        intermediate_size=file[".feed_forward_length"],
+        num_layers=file[".block_count"],
         num_heads=heads,
         num_kv_heads=file.get(".attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=file.get(".context_length"),
+        max_context=file[".context_length"],
         rope_theta=file.get(".rope.freq_base", 10_000.0),
-        norm_eps=file.get(".attention.layer_norm_rms_epsilon"),
+        norm_eps=file[".attention.layer_norm_rms_epsilon"],
         tied_head=not file.has_tensor("output.weight"),
         qkv_bias=file.family == "qwen2",
         qk_norm=file.family == "qwen3",
-        eos_token_ids=frozenset(i for i in eos if i is not None),
+        eos_token_ids=end_tokens(file.path, vocab, eos),
     )
 
 
@@ -393,15 +506,20 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: bool = False,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Decoder:
-    """Load a model onto a device, in a number format. Raises `LoadError`."""
+    """Load a model onto a device, in a number format. Raises `LoadError`.
+
+    `empty` gives the memory for its weights, as `torch.empty` does.
+    """
     source = checkpoint.path if isinstance(checkpoint, GGUFFile) else checkpoint
     with reading(source):
         if isinstance(checkpoint, GGUFFile):
-            config, tensors = gguf_config(checkpoint), checkpoint.tensors(dtype)
+            config, tensors = gguf_config(checkpoint), checkpoint.tensors()
         else:
             config, tensors = read_config(checkpoint), folder_tensors(checkpoint)
-        model = build(config, tensors, device, dtype, source, progress)
+        new = partial(empty, dtype=dtype, device=device)
+        model = build(config, tensors, new, source, progress)
         if isinstance(checkpoint, GGUFFile):
             stretch(model, checkpoint.rope_factors())
         return model
@@ -418,50 +536,39 @@ def stretch(model: Decoder, factors: Tensor | None) -> None:
 
 def build(
     config: ModelConfig,
-    tensors: Iterator[tuple[str, Tensor]],
-    device: torch.device,
-    dtype: torch.dtype,
+    tensors: Iterator[tuple[str, Sequence[int], Write]],
+    empty: Callable[[Sequence[int]], Tensor],
     source: Path,
     progress: bool = False,
 ) -> Decoder:
     """Make a decoder and fill every parameter, by name."""
     with torch.device("meta"):
         model = Decoder(config)
+    model.place(empty)
     waiting = dict(model.named_parameters())
-    if config.tied_head:
-        del waiting["lm_head.weight"]
     with progress_bar("loading weights", len(waiting), progress) as advance:
-        for name, tensor in tensors:
+        for name, shape, write in tensors:
             if name.endswith("rotary_emb.inv_freq") or (
                 name == "lm_head.weight" and config.tied_head
             ):
                 continue
-            _check_place(name, tensor, waiting.pop(name, None), source)
-            _put(model, name, tensor.to(device=device, dtype=dtype))
+            _check_place(name, shape, waiting.get(name), source)
+            write(waiting.pop(name))
             advance(1)
     if waiting:
         raise LoadError(
             f"{source}: the checkpoint lacks {min(waiting)} ({len(waiting)} missing)"
         )
-    if config.tied_head:
-        model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
 
 
-def _check_place(name: str, tensor: Tensor, place: Tensor | None, source: Path) -> None:
+def _check_place(
+    name: str, shape: Sequence[int], place: Tensor | None, source: Path
+) -> None:
     if place is None:
         raise LoadError(
             f"{source}: the checkpoint's tensor {name} has no place in the model"
         )
-    if tensor.shape != place.shape:
-        shapes = f"{list(tensor.shape)}, expected {list(place.shape)}"
+    if list(shape) != list(place.shape):
+        shapes = f"{list(shape)}, expected {list(place.shape)}"
         raise LoadError(f"{source}: tensor {name} has shape {shapes}")
-
-
-def _put(model: Decoder, name: str, tensor: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(
-        model.get_submodule(owner),
-        leaf,
-        torch.nn.Parameter(tensor, requires_grad=False),
-    )

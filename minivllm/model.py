@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (c7c4fa21): edit the chapter.
+# Exported from chapters/05_model.py (4e7b7e04): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -8,7 +8,7 @@ matter of copying.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,7 +226,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        rows = torch.randn(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(len(rows), rows.shape[1], _weight=rows)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -250,12 +251,27 @@ class Decoder(nn.Module):
         """Logits [rows, vocab], float32; takes what `hidden` takes."""
         return self.head(self.hidden(*given, **more)).float()
 
+    def products(self) -> Iterator[Product]:
+        """All of them, of the layers and the head."""
+        parts = (part for module in self.modules() for part in vars(module).values())
+        yield from (part for part in parts if isinstance(part, Product))
+
+    def place(self, empty: Callable[[Sequence[int]], Tensor]) -> None:
+        """Give every parameter memory, to be filled; a tied head shares one."""
+        for product in self.products():
+            product.place(empty)
+        if self.config.tied_head:
+            self.embed_tokens.weight = self.lm_head.weight
+        for module in self.modules():
+            for name, part in module.named_parameters(recurse=False):
+                if part.is_meta:
+                    placed = nn.Parameter(empty(part.shape), requires_grad=False)
+                    setattr(module, name, placed)
+
     def pack(self, make: Maker = packed_product) -> None:
         """Lay all weights of products out for speed; the plain ones are given up."""
-        for module in self.modules():
-            for part in vars(module).values():
-                if isinstance(part, Product):
-                    part.pack(make)
+        for product in self.products():
+            product.pack(make)
         rows = getattr(self.head.multiply, "weight", None)
         if self.config.tied_head and rows is not None:
             self.embed_tokens.weight = nn.Parameter(rows, requires_grad=False)

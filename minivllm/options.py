@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (55579d6b): edit the chapter.
+# Exported from chapters/14_llm.py (e3422cc7): edit the chapter.
 """Every choice that the engine offers, by name, documented once."""
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -164,7 +164,7 @@ SAMPLING = {
     "presence_penalty": "Taken from the logit of each token that was generated.",
     "frequency_penalty": "The same, for each time it was generated.",
     "n": "Continuations of each prompt.",
-    "stop": "End the text before this; repeat for more.",
+    "stop": "End the text before this; repeat for more (a variable has one a line).",
     "stop_token_ids": "End after this token; repeat for more.",
     "ignore_eos": "Go on after the model's own end tokens.",
     "logprobs": "Report this many likely tokens beside each chosen one.",

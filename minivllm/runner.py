@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (0a3f67b5): edit the chapter.
+# Exported from chapters/05_model.py (88f522b7): edit the chapter.
 """Runs batches on a real model: owns the weights and the K/V memory."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Backend:
     """Who does the work: PyTorch, on any device, or kernels that know theirs.
 
     `arrange` prepares a plan for the attention: from page size and any layer's keys.
-    `empty` gives memory for keys and values, as `torch.empty` does.
+    `empty` gives memory for weights, keys and values, as `torch.empty` does.
     """
 
     run: Run = run_layers

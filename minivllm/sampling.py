@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (77a98833): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (5d1b2db3): edit the chapter.
 """From logits to token ids, for a batch at once: each row as if it were alone."""
 
 from collections.abc import Callable, Iterable, Sequence
@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minivllm.batch import Chunk
 from minivllm.request import GREEDY_BELOW, Logprob, Logprobs, SamplingParams
@@ -19,15 +20,30 @@ def column(values: Iterable[float], like: Tensor) -> Tensor:
     return torch.tensor([*values], dtype=like.dtype, device=like.device)[:, None]
 
 
-def draw(weights: Tensor, points: Sequence[float]) -> Tensor:
-    """The token of each row [rows, vocab] in whose share the row's point falls.
+def num_points(vocab: int) -> int:
+    """How many random numbers a draw takes: one for each halving of the vocabulary."""
+    return (vocab - 1).bit_length()
 
-    Points are in [0, 1), as a part of the row's sum.
+
+def draw(weights: Tensor, points: Tensor) -> Tensor:
+    """A token of each row [rows, vocab] with the odds of its weight.
+
+    Points [rows, num_points(vocab)] are in [0, 1). Where weights differ by a rounding,
+    so do the odds of each halving, and the token is almost always the same.
     """
     if weights.device.type == "mps":  # it has no 64-bit floats
         weights = weights.cpu()
-    ends = weights.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(ends, column(points, ends) * ends[:, -1:], right=True)
+    width = 2 ** points.shape[-1]
+    folds = [pad(weights.double(), (0, width - weights.shape[-1]))]
+    while (half := folds[-1].shape[-1] // 2) > 0:
+        folds.append(folds[-1][:, :half] + folds[-1][:, half:])
+    at = torch.zeros(len(weights), 1, dtype=torch.long, device=weights.device)
+    columns = points.to(folds[0]).T[..., None]
+    for pairs, point in zip(folds[-2::-1], columns, strict=True):
+        half = pairs.shape[-1] // 2
+        near, far = pairs.gather(-1, at), pairs.gather(-1, at + half)
+        at = at + half * (point * (near + far) >= near)
+    return at
 
 
 class Sampler:
@@ -63,13 +79,14 @@ class Sampler:
         rows = [i for i, c in enumerate(chunks) if c.params.temperature >= GREEDY_BELOW]
         if rows:
             likely = keep_likely(logits[rows], [chunks[i].params for i in rows])
-            points = [self._point(chunks[i]) for i in rows]
+            size = num_points(likely.shape[-1])
+            points = torch.stack([self._points(chunks[i], size) for i in rows])
             drawn = draw(torch.softmax(likely, dim=-1), points)
             tokens[rows] = drawn[:, 0].to(tokens.device)
         return [int(token) for token in tokens.tolist()]
 
-    def _point(self, chunk: Chunk) -> float:
-        """A number in [0, 1) that a seed and a position have, and nothing else."""
+    def _points(self, chunk: Chunk, num: int) -> Tensor:
+        """Numbers in [0, 1) [num] that a seed and a position have, and nothing else."""
         own = chunk.params.seed
         name = (
             f"seed {own}"
@@ -77,7 +94,8 @@ class Sampler:
             else f"request {self.seed} {chunk.request_id}"
         )
         digest = blake2b(f"{name} at {chunk.end}".encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 12) / 2**52
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.rand(num, generator=generator, dtype=torch.float64)
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -86,7 +104,7 @@ def is_plain(params: SamplingParams) -> bool:
     return cold and not (params.logit_bias or penalties(params))
 
 
-LARGEST_LOGIT = 1e30  # what a request asks for never makes a logit infinite
+LARGEST_LOGIT = 1e30  # no penalty makes a logit infinite
 
 
 def penalties(params: SamplingParams) -> tuple[float, float, float] | None:
@@ -100,7 +118,10 @@ def penalties(params: SamplingParams) -> tuple[float, float, float] | None:
 
 
 def bend(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """A copy of logits [rows, vocab] with biases, then penalties. Sums stay finite."""
+    """A copy of logits [rows, vocab] with biases, then penalties.
+
+    They stay finite, but for -inf, which forbids a token at every temperature.
+    """
     bent = logits.float().clone()
     biases = [
         (row, token, bias)
@@ -110,11 +131,13 @@ def bend(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     if biases:
         rows, ids, sums = zip(*biases, strict=True)
         bent[[*rows], [*ids]] += column(sums, bent)[:, 0]
+    forbidden = bent == -torch.inf
     penalised = [row for row, c in enumerate(chunks) if penalties(c.params)]
     if penalised:
         chosen = [chunks[row] for row in penalised]
         bent[penalised] = penalise(bent[penalised], chosen)
-    return bent.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
+    bent.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
+    return bent.masked_fill_(forbidden, -torch.inf)
 
 
 def penalise(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:

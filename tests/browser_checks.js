@@ -34,6 +34,28 @@ window.checks = {
     return [[this.name(wide.at(-1) ?? document.body), fault]];
   },
 
+  /* A table that a cell printed loses its columns where a line breaks. */
+  wraps() {
+    const printed = [...document.querySelectorAll(".output pre > code")];
+    const height = (code) => code.getBoundingClientRect().height;
+    const wraps = printed.filter((code) => {
+      const [tall, own] = [height(code), code.style.whiteSpace];
+      code.style.whiteSpace = "pre";
+      const broken = height(code) < tall;
+      code.style.whiteSpace = own;
+      return broken;
+    });
+    const fault = `breaks its lines on a screen of ${innerWidth} px: let it scroll`;
+    return wraps.slice(0, 1).map((code) => [this.name(code.closest(".output")), fault]);
+  },
+
+  cut() {
+    const words = [...document.querySelectorAll(".md-nav .md-ellipsis")];
+    return words
+      .filter((word) => word.scrollWidth > word.clientWidth)
+      .map((word) => [word.textContent.trim(), "is cut in the menu: say it shorter"]);
+  },
+
   /* Of each pair of colours the first place; narrow screens show no others. Boxes of
      pictures count as ground, which axe-core does not know; it also takes seconds. */
   async contrast() {

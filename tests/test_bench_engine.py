@@ -16,7 +16,6 @@ from minivllm.bench_engine import (
 )
 from minivllm.bench_reuse import decoder_of
 from minivllm.cli import main
-from minivllm.linear import Product
 from minivllm.llm import LLM
 
 MODEL = "llama, three heads a group"
@@ -68,12 +67,7 @@ def test_the_parts_add_up_and_the_clocks_go(llm):
     assert all(seconds > 0 for seconds in parts.values())
     assert [vars(m) for m in model.modules()] == plain
     assert all("forward" not in vars(layer) for layer in engine.runner.memory)
-    assert "timed" not in repr([p.multiply for p in products(model)])
-
-
-def products(model) -> list[Product]:
-    parts = [part for m in model.modules() for part in vars(m).values()]
-    return [part for part in parts if isinstance(part, Product)]
+    assert "timed" not in repr([p.multiply for p in model.products()])
 
 
 def test_the_jobs_are_spread_evenly():

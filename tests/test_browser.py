@@ -166,7 +166,7 @@ def inspect(site: Site, browser: BrowserContext) -> None:
         links[name], anchors[name] = page.evaluate("checks.links()")
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
-            tell(site, page, "tooWide")
+            tell(site, page, "tooWide", "wraps", "cut")
         for scheme in SCHEMES:
             page.emulate_media(color_scheme=scheme)
             tell(site, page, "contrast")
@@ -269,6 +269,7 @@ HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{0}</title
 TAIL = '\n<script src="assets/book.js"></script></main>'
 BOX = '<rect width="90" height="30" style="fill:#888"/>'
 WORD = '<text x="9" y="20" style="fill:#999">page</text>'
+LONG = f'<code style="white-space:pre-wrap">{"word " * 99}</code>'
 LIES = {  # a page's name -> what is on it, what is said of it
     "picture": ('<img src="assets/images/favicon.png">', "img: Images must have alt"),
     "drawing": ('<svg role="img"><rect/></svg>', "svg: <svg> elements with an img"),
@@ -280,6 +281,15 @@ LIES = {  # a page's name -> what is on it, what is said of it
     "box": (
         f'<svg role="img" aria-label="a">{BOX}{WORD}</svg>',
         "text: contrast 1.2:1",
+    ),
+    "table": (
+        f'<div class="output"><pre>{LONG}</pre></div>',
+        "div.output: breaks its lines on a screen of 400 px",
+    ),
+    "menu": (
+        '<nav class="md-nav"><b class="md-ellipsis" style="display:block;width:9px;'
+        'overflow:hidden">menu</b></nav>',
+        "menu: is cut in the menu: say it shorter",
     ),
     "titles": ("<h1>Again</h1>", "h1: 2 of them: a page has one title"),
     "levels": ("<h3>Deep</h3>", "h3: Heading levels should only increase by one"),

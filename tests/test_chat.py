@@ -237,6 +237,24 @@ def test_a_stream_checks_at_once_and_submits_late(llm):
     assert not llm.engine.has_unfinished()
 
 
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda llm: llm.generate(["w7"], [5]), "must be SamplingParams, not 5"),
+        (lambda llm: llm.generate(["w7"], {"n": 1}), "must be SamplingParams, not {"),
+        (lambda llm: llm.generate(["w7"], [GREEDY] * 2), "2 SamplingParams for 1"),
+        (lambda llm: llm.chat(HELLO, "cold"), "must be SamplingParams, not 'cold'"),
+        (lambda llm: llm.stream([7], {"n": 1}), "must be SamplingParams, not {"),
+        (lambda llm: llm.stream(None), "a prompt is text or .* not NoneType"),
+        (lambda llm: llm.stream(5), "a prompt is text or .* not int"),
+    ],
+)
+def test_another_kind_of_thing_is_named(ask, named, llm):
+    with pytest.raises(ValueError, match=named):
+        ask(llm)
+    assert not llm.engine.has_unfinished()
+
+
 # ---- Memory, tables, bars ------------------------------------------------------------
 
 

@@ -69,6 +69,20 @@ def test_who_wins(command, seen, tmp_path, monkeypatch):
     assert seen["max_batch_tokens"] == EngineOptions().max_batch_tokens  # the default
 
 
+def test_a_stop_string_may_hold_spaces(command, seen, tmp_path, monkeypatch):
+    """One alone in a file, as `SamplingParams` takes it; a line each in a variable."""
+    file = tmp_path / "engine.toml"
+    file.write_text('stop = "a b"\nstop_token_ids = 7\n', encoding="utf-8")
+    command("generate", "--prompt", "x", "--config", file)
+    assert seen["stop"] == ["a b"] and seen["stop_token_ids"] == [7]
+    monkeypatch.setenv("MINIVLLM_STOP", "e 9\nend of")
+    monkeypatch.setenv("MINIVLLM_STOP_TOKEN_IDS", "1 2")
+    for more in ((), ("--config", file)):
+        command("generate", "--prompt", "x", *more)
+        assert seen["stop"] == ["e 9", "end of"]
+        assert seen["stop_token_ids"] == [1, 2]
+
+
 def test_a_file_named_by_the_environment(command, seen, tmp_path, monkeypatch):
     """And a key for another command is no fault."""
     file = tmp_path / "engine.toml"
@@ -87,6 +101,7 @@ def test_a_file_named_by_the_environment(command, seen, tmp_path, monkeypatch):
         ("page_size = 4.5", "page_size: "),
         ("page_size = true", "page_size: "),
         ("page_size = ", "cannot be read"),
+        ("page_size = 4\npage-size = 8", "one key twice"),
         (None, "cannot be read"),
     ],
 )

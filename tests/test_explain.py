@@ -221,7 +221,7 @@ class Log:
         if state.request.params.prompt_logprobs is not None:
             return "scored", "", "", None
         if page == len(ids) // size:
-            return "unaligned", "", "", None
+            return "no whole page", "", "", None
         wanted = self.prefix(state, page)
         for name, other in self.running.items():
             if page < self.num_pages(other) and self.prefix(other, page) == wanted:

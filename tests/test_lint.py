@@ -4,9 +4,11 @@ import json
 import os
 import random
 import re
+import shlex
 from array import array
 from collections import Counter
 from itertools import pairwise, permutations
+from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
 from zlib import crc32
@@ -34,6 +36,7 @@ from minivllm.lint import (
     rewrite,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + PLAIN
 RULES = "You are the guide of a small museum. Answer in one sentence, and be kind. " * 4
@@ -509,6 +512,23 @@ def test_a_report_for_people_has_no_colours_in_a_file(explain, monkeypatch):
     assert "\x1b[1;33ma time or date" in coloured
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[1;33m" not in explain(PLANTED["time"][0])[1]
+
+
+def test_one_is_said_as_one(explain):
+    log = [{"prompt": f"It is 09:4{i}. You are a guide in a museum."} for i in (1, 2)]
+    out = explain(log)[1]
+    assert out.startswith("2 requests, ")
+    assert "a time or date, in 1 request\n" in out
+    told = [command_explain.counted(i, "token") for i in (0, 1, 1200)]
+    assert told == ["0 tokens", "1 token", "1,200 tokens"]
+
+
+def test_the_example_of_the_readme_shows_a_loss(command):  # noqa: F811
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^minivllm (explain .*)$", readme, re.M)
+    code, out, _ = command(*shlex.split(line, comments=True), "--json")
+    lost = json.loads(out)["findings"][0]["lost"]
+    assert code == 0 and [x["tokens"] for x in lost if x["page_size"] == 16] == [16] * 2
 
 
 def test_json_has_every_count(explain):

@@ -73,12 +73,40 @@ def test_tied_heads(tmp_path):
             {"config": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}},
             "yarn",
         ),
+        ({"config": {"tie_word_embeddings": "false"}}, "tie_word_embeddings is"),
+        ({"config": {"rope_parameters": {"rope_theta": 0}}}, "rope_theta must be"),
+        ({"config": {"num_key_value_heads": 0}}, "num_kv_heads must be"),
+        ({"config": {"head_dim": 0}}, "head_dim must be"),
+        ({"config": {"eos_token_id": "x"}}, "the end token 'x' is not in"),
+        ({"config": {"eos_token_id": [2, "a"]}}, "the end token 'a' is not in"),
+        ({"config": {"eos_token_id": -1}}, "the end token -1 is not in"),
+        ({"config": {"eos_token_id": 101}}, "the end token 101 is not in"),
+        ({"config": {"eos_token_id": True}}, "the end token True is not in"),
     ],
 )
 def test_what_does_not_fit_is_named(change, named, tmp_path):
     write_checkpoint(tmp_path, "llama, three heads a group")
     edit(tmp_path, **change)
     with pytest.raises(LoadError, match=named.replace(".", r"\.")):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_what_is_not_said_is_named(key, tmp_path):
+    write_checkpoint(tmp_path, "llama, three heads a group")
+    raw = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    del raw[key]
+    (tmp_path / "config.json").write_text(json.dumps(raw), "utf-8")
+    with pytest.raises(LoadError, match=f"no '{key}'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("table", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}])
+def test_an_index_that_is_none(table, tmp_path):
+    write_checkpoint(tmp_path, "llama, three heads a group")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(table), "utf-8")
+    with pytest.raises(LoadError, match="weight_map is no table"):
         load(tmp_path)
 
 

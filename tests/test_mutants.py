@@ -5,7 +5,6 @@ any more the test fails too, so no mutant can be lost when the code changes.
 """
 
 import inspect
-import math
 import textwrap
 from collections.abc import Callable
 
@@ -231,19 +230,33 @@ MUTANTS: dict[str, tuple[object, str, str, str, Callable[[], None]]] = {
         ".clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)",
         "",
         lambda: test_sampling.test_nonsense_hurts_nobody_else(
-            {"logit_bias": dict.fromkeys(range(4), -math.inf)}, 1.0
+            {"repetition_penalty": 5e-324}, 1.0
         ),
     ),
     "a token of no probability drawn": (
         sampling,
         "draw",
-        "right=True",
-        "right=False",
-        test_sampling.test_a_share_of_nothing_is_never_drawn,
+        ">= near",
+        "> near",
+        lambda: test_sampling.test_a_share_of_nothing_is_never_drawn(0.0),
+    ),
+    "one point for all folds": (
+        sampling,
+        "draw",
+        "points.to(folds[0])",
+        "points[:, :1].expand_as(points).to(folds[0])",
+        test_sampling.test_draws_follow_the_probabilities,
+    ),
+    "a forbidden token at a high temperature": (
+        sampling,
+        "bend",
+        "masked_fill_(forbidden, -torch.inf)",
+        "masked_fill_(forbidden, -LARGEST_LOGIT)",
+        test_sampling.test_what_is_forbidden_is_so_at_every_temperature,
     ),
     "one point for all positions": (
         Sampler,
-        "_point",
+        "_points",
         " at {chunk.end}",
         "",
         test_sampling.test_a_draw_depends_on_seed_and_position_only,

@@ -384,6 +384,11 @@ def test_an_end_token_ends_unless_ignored(llm):
         ([-1], {}, "the prompt: token id -1 is not in 0 to 100"),
         ([1], {"stop_token_ids": [VOCAB]}, f"stop_token_ids: token id {VOCAB} is"),
         ([1], {"logit_bias": {VOCAB: 1}}, f"logit_bias: token id {VOCAB} is not"),
+        (
+            [1],
+            {"logit_bias": dict.fromkeys(range(VOCAB), -math.inf)},
+            f"logit_bias: it forbids all {VOCAB} tokens",
+        ),
         ([1], {"logprobs": VOCAB + 1}, "logprobs and prompt_logprobs must be at most"),
         ([1], {"prompt_logprobs": 999}, "logprobs and prompt_logprobs must be at most"),
         ([1], {"stop": ["x"]}, "stop: without a tokenizer there is no text"),

@@ -220,6 +220,7 @@ def test_one_bad_prompt_submits_none(prompts, fault, make_llm):
         ({"block_size": 4, "page_size": 4}, "same option"),
         ({"device": "tpu"}, "tpu"),
         ({"dtype": "int8"}, "dtype"),
+        ({"num_pages": 10**18}, "lower num_pages"),
     ],
 )
 def test_bad_options_are_named(options, fault, make_llm):
