@@ -26,12 +26,12 @@ layers, head = (
     smollm2.num_layers * (attention + mlp),
     smollm2.vocab_size * smollm2.hidden_size,
 )
+print("requests  layers    head  contexts    all of it")
 for requests in (1, 8, 16):
     contexts = requests * 494 * smollm2.kv_bytes_per_token(4)
-    parts = {"layers": 4 * layers, "head": 4 * head, "contexts": contexts}
-    least = f"{1e3 * sum(parts.values()) / READS:.0f} ms at {READS / 1e9:.0f} GB/s"
-    megabytes = {name: round(b / 1e6) for name, b in parts.items()}
-    print(f"{requests:2} requests, MB: {megabytes}, {least}")
+    sizes = [f"{b / 1e6:5.0f} MB" for b in (4 * layers, 4 * head, contexts)]
+    least = (4 * (layers + head) + contexts) / READS
+    print(f"{requests:8}", *sizes, f"   {1e3 * least:.0f} ms at {READS / 1e9:.0f} GB/s")
 
 # %% [markdown]
 # In float32 a step reads [425](#bytes) MB of layers, [113](#bytes) MB of head, and at sixteen
@@ -47,16 +47,16 @@ breakdowns = {
     (each["dtype"], each["kernels"], each["num_requests"]): each["parts"]
     for each in record["breakdowns"]
 }
-for requests in (1, 8, 16):
-    parts = breakdowns["float32", "torch", requests]
-    shown = {name: f"{1e3 * s:.0f}" for name, s in parts.items()}
-    print(f"{requests:2} requests, {1e3 * sum(parts.values()):.0f} ms:", shown)
+steps = [breakdowns["float32", "torch", requests] for requests in (1, 8, 16)]
+print("ms with so many requests:     1     8    16")
+for name in steps[0]:
+    print(f"{name:24}", "".join(f"{1e3 * parts[name]:6.0f}" for parts in steps))
+print(f"{'all':24}", "".join(f"{1e3 * sum(parts.values()):6.0f}" for parts in steps))
 
 # %% [markdown]
 # Products and head are the reading of the weights. With one request they are most of the step. With
-# sixteen they are less than half, for attention has grown with the contexts. Each row has a rest besides. Its
-# last entry, *Python*, is what is left when all named parts are taken away. Norms and attention have names: hold
-# them, two norms a layer, against what they read.
+# sixteen they are less than half, for attention has grown with the contexts. *Python* is what is left of a step
+# when all other parts are taken away. Hold norms, two a layer, and attention against what they read:
 
 # %% name="slow"
 num_norms = 2 * smollm2.num_layers
@@ -79,12 +79,10 @@ print("PyTorch:", pace("torch"))
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
-# What helps is known from every GPU: do in one call, in one pass over the numbers, what belongs
-# together. Such a function is called a *kernel*, and
-# this chapter writes those of a CPU in Python. [Numba](https://numba.pydata.org) compiles a
-# function of loops when it is first called, and keeps the code on disk. It translates the
-# function into LLVM's instructions, which many compilers share, and LLVM turns these into the instructions of
-# this processor.
+# What helps is known from every GPU: do in one call, in one pass over the numbers, what belongs together.
+# Such a function is called a *kernel*, and this chapter writes those of a CPU in Python.
+# [Numba](https://numba.pydata.org) compiles a function of loops when it is first called, and keeps the code
+# on disk. It translates the function into LLVM's instructions, and LLVM turns these into the processor's.
 
 # %% export="vectors.py"
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
@@ -132,6 +130,15 @@ def compiled(function: Kernel, inline: str = "never") -> Kernel:
     return cast(Kernel, made)
 
 
+# %% [markdown]
+# `fastmath` allows sums in another order, which is what vectors of 16 numbers need; `numpy` as error
+# model divides by 0 as NumPy does, without a test in each pass of the loop.
+#
+# What is kept on disk takes two cares. Processes save one after the other. And a kernel that uses others is
+# found again by its code and theirs: Numba's own label for it is new in each process.
+
+
+# %% export="vectors.py" tags=["hide-input"]
 def one_at_a_time(save: Callable[..., None], folder: Path) -> Callable[..., None]:
     """Saves for one process after the other: two would choose the same file's name."""
 
@@ -163,16 +170,49 @@ def label_of(function: Callable[..., Any]) -> str:
 
 
 # %% [markdown]
-# `fastmath` allows sums in another order, which is what vectors of 16 numbers need; `numpy` as error
-# model divides by 0 as NumPy does, without a test in each turn of the loop.
+# ## Functions that write instructions
 #
-# And both cores? PyTorch has a team of threads already, OpenMP's, one for each core. After each
-# call they spin for some milliseconds, for the next one may come. A second team, Numba's own, would find the
-# cores taken by the first, in each step anew. So the kernels ask PyTorch's. A team is called by
-# `GOMP_parallel`: with a function, and one address of what it needs. Every member takes the next part that
-# nobody has taken, until there is none: a core that somebody else slows down takes fewer. (The functions below
-# write LLVM's instructions, as others will further on: what is given is packed into one place on the stack,
-# and a new function, `member`, unpacks it. Taking a part is one instruction that no other core can come between.)
+# Loops do not say everything that a kernel needs. The rest is said in LLVM's instructions. A function marked
+# `@intrinsic` runs while a kernel that calls it is being *compiled*. It is told the types of the arguments, and
+# names the result's. Then its `generate` gets a `builder`: each method of that writes one
+# instruction into the kernel. Here is one. How often will it print?
+
+
+# %% name="intrinsic"
+@intrinsic
+def grow(typing, x, n):
+    def generate(context, builder, signature, given):
+        place = cgutils.alloca_once_value(builder, given[0])
+        with cgutils.for_range(builder, given[1]):
+            for _ in range(2):
+                product = builder.fmul(builder.load(place), given[0])
+                print("written:", product.opname)
+                builder.store(product, place)
+        return builder.load(place)
+
+    return types.float64(types.float64, types.intp), generate
+
+
+@njit
+def grown(x, n):
+    return grow(x, n)
+
+
+for n in (0, 1, 5):
+    print(f"2 after {n} rounds: {grown(2.0, n):.0f}")
+
+# %% [markdown]
+# Twice, before the first answer: that was the compiler at work. The Python `for` is gone; it has been unrolled into
+# two products. `for_range` has written a loop, and that one runs when the kernel does, as often as `n` says: in
+# [5](#intrinsic) rounds the two products were computed ten times, up to [2048](#intrinsic). (`for_range_slice`, further on,
+# is the same with a start and a step.) `alloca` makes a place on the stack, and LLVM keeps what is stored there in
+# a register where it can. `gep` computes the address of an array's element and reads nothing; `load` reads.
+#
+# ## Both cores
+#
+# PyTorch has a team of threads already, OpenMP's, one for each core. After each call they spin for some
+# milliseconds, for the next one may come. A second team, Numba's own, would find the cores taken. So the
+# kernels ask PyTorch's, if there is one:
 
 
 # %% export="vectors.py" tags=["hide-input"]
@@ -193,9 +233,17 @@ def has_team() -> bool:
 HAS_TEAM = has_team()
 
 
+# %% [markdown]
+# A team is called by `GOMP_parallel`: with a function, and one address of what it needs. So what is given
+# is packed into one place on the stack, and a new function, `member`, unpacks it. Every member takes the
+# next part that nobody has taken, until there is none: a slower core takes fewer. Taking a part is one
+# instruction (`atomic_rmw`) that no other core can come between.
+
+
+# %% export="vectors.py" tags=["hide-input"]
 @intrinsic
-def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
-    """part(i, *given) for each i below a number, shared out among the threads."""
+def _hand_out(typing: Any, part: Any, number: Any, given: Any) -> Any:
+    """part(i, *given) for each i below a number, handed out to the threads."""
     kinds = (types.intp, *given)
     signature = part.get_call_type(typing, kinds, {})
     made = part.dispatcher.overloads[signature.args]
@@ -228,15 +276,15 @@ def write_team(
     unpacked = own.load(own.bitcast(member.args[0], room.type))
     end, given, flag, next_one = cgutils.unpack_tuple(own, unpacked, 4)
     items, call = cgutils.unpack_tuple(own, given), context.call_internal_no_propagate
-    turn = own.append_basic_block()
-    own.branch(turn)
-    own.position_at_end(turn)
+    loop = own.append_basic_block()
+    own.branch(loop)
+    own.position_at_end(loop)
     i = own.atomic_rmw("add", next_one, ir.Constant(count, 1), "monotonic")
     with own.if_then(own.icmp_signed("<", i, end)):
         status, _ = call(own, function, signature, [i, *items])
         with own.if_then(status.is_error, likely=False):
             own.store(ir.Constant(ir.IntType(1), 1), flag)
-        own.branch(turn)
+        own.branch(loop)
     own.ret_void()
     few = builder.icmp_signed("<", values[0], ir.Constant(count, 2))
     as_many_as_set, alone = ir.Constant(number, 0), ir.Constant(number, 1)
@@ -257,15 +305,21 @@ def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> 
     )
 
 
-share = cast(Any, _share)
+hand_out = cast(Any, _hand_out)
 
 
-def shared(part: Callable[..., None]) -> Callable[..., None]:
+# %% [markdown]
+# A kernel for the team is written as one part of it. Where there is no team, one core does all parts. The team
+# also has a clock, which will tell where time goes.
+
+
+# %% export="vectors.py"
+def in_parts(part: Callable[..., None]) -> Callable[..., None]:
     """A kernel that does part(i, *given) for each i below its first argument."""
     one = compiled(part)
 
     def by_all(number: Any, *given: Any) -> None:
-        share(one, number, given)
+        hand_out(one, number, given)
 
     def by_one(number: Any, *given: Any) -> None:
         for i in range(number):
@@ -290,14 +344,16 @@ now = cast(Any, _now)  # seconds, by the team's clock; without a team there is n
 # %% [markdown]
 # ## A lane for each token
 #
-# A processor computes with vectors, here of 16 numbers: one instruction, sixteen products. Which
-# sixteen? A decode step offers them by itself. Every weight meets one number of every request, and
-# nothing that happens between products mixes two requests. So the numbers of a step are laid out
-# by feature: sixteen requests' first numbers, then their second ones. One *lane* of every vector belongs
-# to one token, through all layers: an array of a step is [features, lanes], and token 3 is its
-# column 3. A prompt of 512 tokens is no other case, but one with more lanes. For few of them one core is
-# enough: to call the team takes longer than the work. Of many, each core takes 128 at a time. Adding to the stream and
-# normalising it is then this:
+# A processor computes with vectors, here of 16 numbers: one instruction, sixteen products. Which sixteen? A
+# decode step offers them by itself. Every weight meets one number of every request, and nothing that
+# happens between products mixes two requests. So the numbers of a step are laid out by feature: sixteen
+# requests' first numbers, then their second ones. A *lane* belongs to one token, through all layers: an
+# array of a step is [features, lanes], and token 3 is its column 3. A prompt of 512 tokens has more lanes,
+# and each core takes 128 at a time. For a few one core is enough: to call the team takes longer than the
+# work.
+#
+# What goes from layer to layer, and what each adds its results to, is the *residual stream*, or the stream
+# for short. This kernel adds to it and normalises it:
 
 
 # %% export="kernels_numba.py"
@@ -313,23 +369,23 @@ from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention import ChunkPlan, PagedAttention, Plan, shared_runs
 from minivllm.linear import Multiply, packed_product
 from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
-from minivllm.vectors import Float, compiled, config, shared
+from minivllm.vectors import Float, compiled, config, in_parts
 
-WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+# Numbers in a vector; rows in a tile.
+WIDTH, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)
 MOST = 32  # tokens: with more of them a product is work, and no longer reading
 SPAN = 128  # lanes that a core takes, where there are more
 
 
 def by_lanes(kernel: Callable[..., None]) -> Callable[..., None]:
     """The kernel for all lanes of its first array; it gets those of one core's part."""
-    part = shared(kernel)
+    part = in_parts(kernel)
 
     def run(*given: Any) -> None:
         lanes = given[0].shape[1]
@@ -389,22 +445,45 @@ def exp(x: Any) -> Any:
     """e**x, x held between -87 and 88: a power of 2 by its bits, and a polynomial."""
     y = min(max(x, Float(-87.0)), Float(88.0)) * Float(1.44269504)
     whole = np.floor(y + Float(0.5))
-    part = y - whole
+    rest = y - whole
     p = Float(1.535336e-4)
-    p = p * part + Float(1.339887e-3)
-    p = p * part + Float(9.618437e-3)
-    p = p * part + Float(5.550332e-2)
-    p = p * part + Float(2.402265e-1)
-    p = p * part + Float(6.931472e-1)
-    p = p * part + Float(1.0)
+    p = p * rest + Float(1.339887e-3)
+    p = p * rest + Float(9.618437e-3)
+    p = p * rest + Float(5.550332e-2)
+    p = p * rest + Float(2.402265e-1)
+    p = p * rest + Float(6.931472e-1)
+    p = p * rest + Float(1.0)
     return p * float_of(np.uint32((whole + Float(127.0)) * Float(2**23)))
+
+
+# %% name="exp"
+from minivllm.vectors import compiled, exp
+
+
+@compiled
+def exp_all(given, out):
+    for i in range(len(given)):
+        out[i] = exp(given[i])
+
+
+for end in (87, 1):
+    x = np.linspace(-end, end, 100_001, dtype=np.float32)
+    found = np.empty_like(x)
+    exp_all(x, found)
+    error = np.abs(found / np.exp(x.astype(np.float64)) - 1).max()
+    print(f"largest relative error from {-end} to {end}: {error:.0e}")
+
+# %% [markdown]
+# Far from 0 the exponent itself is rounded more coarsely, and that is a relative error of the power:
+# [4e-06](#exp), against [1e-07](#exp) near 0. With `exp` the gate is one loop. Heads are normalised and
+# rotated lane by lane.
 
 
 # %% export="kernels_numba.py"
 from minivllm.vectors import exp
 
 
-@shared
+@in_parts
 def gate_some(part: Any, gates: Any, ups: Any, out: Any) -> None:
     """A core's part of `gate`."""
     for i in range(part * SOME, min((part + 1) * SOME, len(out))):
@@ -416,7 +495,7 @@ SOME = 16_384  # numbers that a core takes
 
 @compiled
 def gate(both: Any, out: Any) -> None:
-    """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
+    """out = silu(first half) * second half, [2 * inner, lanes] -> [inner, lanes]."""
     gates, ups = both[: len(out)].reshape(-1), both[len(out) :].reshape(-1)
     told = out.reshape(-1)
     gate_some(-(-len(told) // SOME), gates, ups, told)
@@ -443,7 +522,7 @@ def norm_heads(
 
 @by_lanes
 def rotate(part: Any, span: Any, heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
-    """Turn the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
+    """Rotate the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
     first, last, half = part * span, (part + 1) * span, len(cos)
     for start in range(0, num_rows, 2 * half):
         for i in range(half):
@@ -456,30 +535,13 @@ def rotate(part: Any, span: Any, heads: Any, num_rows: int, cos: Any, sin: Any) 
                 right[lane] = b * c[lane] + a * s[lane]
 
 
-# %% name="exp"
-from minivllm.vectors import compiled, exp
-
-
-@compiled
-def exp_all(given, out):
-    for i in range(len(given)):
-        out[i] = exp(given[i])
-
-
-x = np.linspace(-87, 80, 100_001, dtype=np.float32)
-found = np.empty_like(x)
-exp_all(x, found)
-error = np.abs(found / np.exp(x.astype(np.float64)) - 1).max()
-print("largest relative error:", f"{error:.0e}")
-
 # %% [markdown]
-# All that is computed is float32. What is *read* may be shorter: weights, keys and values of 16
-# bits are half the bytes, and bytes are what a step waits for. A bfloat16 is the upper half of a
-# float32: sixteen bits, and sixteen zeros behind them. Numba knows no bfloat16, and needs none. The bits are
-# shifted up when they are read, and a new key is rounded to the nearest when it is written: just under half
-# of the last bit that is kept is added before the cut, and a full half if that bit is 1, so that a tie goes to
-# the even neighbour. `put` has no body
-# of its own: Numba asks for one when it compiles a call, and gets the one for the array's format.
+# All that is computed is float32. What is *read* may be shorter: weights, keys and values of 16 bits are
+# half the bytes. A bfloat16 is the upper half of a float32: sixteen bits, and sixteen zeros behind them.
+# Numba knows no bfloat16, and needs none. The bits are shifted up when they are read, and a new key is
+# rounded to the nearest when it is written: just under half of the last bit that is kept is added before
+# the cut, and a full half if that bit is 1, so that a tie goes to the even neighbour. `put` has no body of
+# its own: Numba asks for one when it compiles a call, and gets the one for the array's format.
 
 
 # %% export="vectors.py"
@@ -526,11 +588,10 @@ print("like PyTorch:", bool((rounded == numbers.bfloat16()).all()))
 # Up to here the compiler finds the vectors. What follows asks for more. Sixteen sums shall stay in
 # registers while a weight passes by; and memory shall be asked now for what is needed a moment
 # later. A compiler must prove that no two arrays overlap before it does the one, and never does the
-# other. So we say both. Numba lets a program add a type, here a register's worth of numbers, and functions
-# that write LLVM's instructions for it:
+# other. So we say both. Numba lets a program add a type, here a register's worth of numbers:
 
 
-# %% export="vectors.py" tags=["hide-input"]
+# %% export="vectors.py"
 FLOAT, INT, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 LOOSE = ("fast",)  # sums in any order, as in all kernels
 LINE_BITS = 512  # what memory brings at a time
@@ -539,9 +600,9 @@ LINE_BITS = 512  # what memory brings at a time
 class Vector(types.Type):
     """So many float32, side by side."""
 
-    def __init__(self, lanes: int) -> None:
-        super().__init__(f"Vector({lanes})")
-        self.lanes = lanes
+    def __init__(self, width: int) -> None:
+        super().__init__(f"Vector({width})")
+        self.width = width
 
 
 @register_model(Vector)
@@ -549,10 +610,16 @@ class VectorModel(models.PrimitiveModel):
     """A `Vector` is one value for LLVM too."""
 
     def __init__(self, manager: Any, kind: Vector) -> None:
-        llvm_kind = ir.VectorType(FLOAT, kind.lanes)
+        llvm_kind = ir.VectorType(FLOAT, kind.width)
         super().__init__(manager, kind, llvm_kind)  # type: ignore[no-untyped-call]
 
 
+# %% [markdown]
+# The instructions are written by a `Writer`. It finds an address in an array, and a vector there. What it returns
+# are no numbers yet, but names of results, for the next instruction:
+
+
+# %% export="vectors.py" tags=["hide-input"]
 class Writer:
     """Writes LLVM's instructions. An array's rows may lie apart, not their numbers."""
 
@@ -574,59 +641,19 @@ class Writer:
         start = b.gep(b.bitcast(made.data, BYTE.as_pointer()), [row])
         return b.gep(b.bitcast(start, made.data.type), [j])
 
-    def load(self, at: Any, bits: int, lanes: int) -> Any:
+    def load(self, at: Any, bits: int, width: int) -> Any:
         """The numbers from an address on; 16 bits are the upper half of a float32."""
-        b, source = self.builder, ir.VectorType(ir.IntType(bits), lanes)
+        b, source = self.builder, ir.VectorType(ir.IntType(bits), width)
         given = b.load(b.bitcast(at, source.as_pointer()), align=bits // 8)
         if bits == 16:
-            wide = ir.VectorType(INT, lanes)
-            given = b.shl(b.zext(given, wide), ir.Constant(wide, [16] * lanes))
-        return b.bitcast(given, ir.VectorType(FLOAT, lanes))
+            words = ir.VectorType(INT, width)
+            given = b.shl(b.zext(given, words), ir.Constant(words, [16] * width))
+        return b.bitcast(given, ir.VectorType(FLOAT, width))
 
     def store(self, vector: Any, at: Any) -> None:
         """To an address of float32."""
         at = self.builder.bitcast(at, vector.type.as_pointer())
         self.builder.store(vector, at, align=4)
-
-    def spread(self, number: Any, lanes: int) -> Any:
-        """The same in all lanes."""
-        kind, zeros = ir.VectorType(number.type, lanes), ir.VectorType(INT, lanes)
-        nothing = ir.Constant(kind, ir.Undefined)
-        one = self.builder.insert_element(nothing, number, ir.Constant(INT, 0))
-        return self.builder.shuffle_vector(
-            one, nothing, ir.Constant(zeros, [0] * lanes)
-        )
-
-    def zero(self, lanes: int) -> Any:
-        """0 in all lanes."""
-        return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
-
-    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        """a * b + c."""
-        product = self.builder.fmul(a, b, flags=LOOSE)
-        return self.builder.fadd(product, c, flags=LOOSE)
-
-    def sums(self, vectors: Sequence[Any]) -> Any:
-        """One number for each of some vectors, side by side.
-
-        They are a power of two, and not more than a vector has lanes.
-
-        Halves are added, and theirs. Two vectors of halves are one vector, so the work
-        shrinks as their number does.
-        """
-        vectors, block = list(vectors), vectors[0].type.count
-        shuffle, add = self.builder.shuffle_vector, self.builder.fadd
-        while block > 1:
-            block, alone = block // 2, len(vectors) == 1
-            pairs = [*zip(vectors[::2], vectors[not alone :: 2], strict=True)]
-            lanes = vectors[0].type.count // (1 + alone)
-            starts = range(0, 2 * lanes, 2 * block)
-            left = [start + k for start in starts for k in range(block)]
-            kind = ir.VectorType(INT, lanes)
-            chosen = [ir.Constant(kind, [i + by for i in left]) for by in (0, block)]
-            halves = [[shuffle(a, b, which) for which in chosen] for a, b in pairs]
-            vectors = [add(a, b, flags=LOOSE) for a, b in halves]
-        return vectors[0]
 
     def ask(self, at: Any) -> None:
         """Let memory bring what is at an address, and go on."""
@@ -636,8 +663,33 @@ class Writer:
 
 
 # %% [markdown]
-# The functions that a kernel calls are thin: they name their types, and let a `Writer` write. `lanes` is
-# a number that the compiler knows.
+# And it computes. A number that meets a whole vector is first spread over one.
+
+
+# %% export="vectors.py" tags=["hide-input"]
+class Writer(Writer):
+    def spread(self, number: Any, width: int) -> Any:
+        """The same, everywhere in a vector."""
+        kind, zeros = ir.VectorType(number.type, width), ir.VectorType(INT, width)
+        nothing = ir.Constant(kind, ir.Undefined)
+        one = self.builder.insert_element(nothing, number, ir.Constant(INT, 0))
+        return self.builder.shuffle_vector(
+            one, nothing, ir.Constant(zeros, [0] * width)
+        )
+
+    def zero(self, width: int) -> Any:
+        """0, everywhere in a vector."""
+        return ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c."""
+        product = self.builder.fmul(a, b, flags=LOOSE)
+        return self.builder.fadd(product, c, flags=LOOSE)
+
+
+# %% [markdown]
+# The intrinsics that a kernel calls are thin: they name their types, and let a `Writer` write. A vector's
+# `width` must be known while the kernel is compiled: `prefer_literal` asks for the number, and not only for its type.
 
 
 # %% export="vectors.py" tags=["hide-input"]
@@ -655,13 +707,13 @@ def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _load(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
-    many, bits = lanes.literal_value, array.dtype.bitwidth
+def _load(typing: Any, array: Any, i: Any, j: Any, width: Any) -> Any:
+    many, bits = width.literal_value, array.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> Any:
         return writer.load(writer.address(array, *given[:3]), bits, many)
 
-    return written(Vector(many), [array, types.intp, types.intp, lanes], write)
+    return written(Vector(many), [array, types.intp, types.intp, width], write)
 
 
 @intrinsic
@@ -688,22 +740,17 @@ load, store, larger = cast(Any, (_load, _store, _larger))
 # %% [markdown]
 # ## Attention where the pages lie
 #
-# PyTorch's attention wants keys side by side. So chapter 5 gathers: it reads each key from its page,
-# writes it into a row of its own, and then attention reads it again. A decode step does this with
-# all contexts, and they are the larger part of what it reads. A kernel can follow the page table, one slot
-# after the other. What a processor guesses about the next read is wrong there at the end of
-# each page; we know better, and ask for the slot that comes some turns later.
+# PyTorch's attention wants keys side by side. So chapter 5 gathers: it reads each key from its page, writes
+# it into a row of its own, and then attention reads it again. A kernel can follow the page table, one slot
+# after the other. What a processor guesses about the next read is wrong there at the end of each page; we
+# know better, and ask for a slot some places ahead.
 #
-# What is one core's share? A request is too much: with one request the other core would wait. So
-# contexts are cut into *pieces* of about 128 tokens. A piece divides its weights by their sum. It
-# leaves the average of its values and the logarithm of that sum, as chapter 5's `attend` does. Here a vector lies along a head, and
+# How much does one core do at a time? A request is too much: with one request the other core would wait. So
+# contexts are cut into *pieces* of about 128 tokens. A piece leaves the average of its values and the
+# logarithm of the sum of its weights, as chapter 5's `attend` does. Here a vector lies along a head, and
 # not across requests: each request has a context of its own, and no number of it meets two of them.
 #
-# So a score is a sum along a vector, and such a sum is dear: four times its halves are added. Eight of them
-# at once are cheaper. Two vectors of halves fit into one, and that into half of another, so that a quarter
-# of the additions is left (`sums`, above). Eight slots and the three heads that share a key make twenty-four
-# sums, all in registers. An average grows in registers too, for all heads of a group at once. And the groups take turns
-# every few slots: the heads of a slot lie side by side, and memory is quickest if what lies side by side is read together.
+# A `Reader` finds a head in a slot, and asks for the slots to come:
 
 
 # %% export="vectors.py" tags=["hide-input"]
@@ -737,9 +784,9 @@ class Reader:
         place = self.writer.builder.add(self.column, self.writer.index(j))
         return self.writer.address(self.kind, self.memory, slot, place)
 
-    def read(self, slot: Any, j: int, lanes: int) -> Any:
+    def read(self, slot: Any, j: int, width: int) -> Any:
         """Some numbers of a head."""
-        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, lanes)
+        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, width)
 
     def ask(self, slot: Any, head_dim: int) -> None:
         """Let memory bring a head."""
@@ -747,6 +794,43 @@ class Reader:
             self.writer.ask(self.at(slot, j))
 
 
+# %% [markdown]
+# A score is a sum along a vector, and such a sum is dear: four times its halves are added. Eight of them
+# at once are cheaper. Two vectors of halves fit into one, and that into half of another, so that a quarter
+# of the additions is left:
+
+
+# %% export="vectors.py" tags=["hide-input"]
+class Writer(Writer):
+    def sums(self, vectors: Sequence[Any]) -> Any:
+        """One number for each of some vectors, side by side.
+
+        They are a power of two, and not more than a vector is wide.
+
+        Halves are added, and theirs. Two vectors of halves are one vector, so the work
+        shrinks as their number does.
+        """
+        vectors, block = list(vectors), vectors[0].type.count
+        shuffle, add = self.builder.shuffle_vector, self.builder.fadd
+        while block > 1:
+            block, alone = block // 2, len(vectors) == 1
+            pairs = [*zip(vectors[::2], vectors[not alone :: 2], strict=True)]
+            width = vectors[0].type.count // (1 + alone)
+            starts = range(0, 2 * width, 2 * block)
+            left = [start + k for start in starts for k in range(block)]
+            kind = ir.VectorType(INT, width)
+            chosen = [ir.Constant(kind, [i + by for i in left]) for by in (0, block)]
+            halves = [[shuffle(a, b, which) for which in chosen] for a, b in pairs]
+            vectors = [add(a, b, flags=LOOSE) for a, b in halves]
+        return vectors[0]
+
+
+# %% [markdown]
+# Eight slots and the three heads that share a key make twenty-four sums, all in registers. In what follows
+# every Python loop is unrolled: it is over heads, slots, and vectors of a head, whose numbers the compiler knows.
+
+
+# %% export="vectors.py" tags=["hide-input"]
 @intrinsic(prefer_literal=True)
 def _score(
     typing: Any,
@@ -761,9 +845,9 @@ def _score(
 ) -> Any:
     """scores[head + g, i] = asked[head + g] * the key in slots[i], from `column` on.
 
-    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, lanes).
+    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, width).
     """
-    group, many, head_dim, lanes = (each.literal_value for each in shape)
+    group, many, head_dim, width = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         queries, start, memory, begin, places, i, told, _ = given
@@ -773,12 +857,12 @@ def _score(
         some = [reader.slot(i, n) for n in range(many)]
         for n in range(many):
             reader.ask(reader.slot(i, many + n), head_dim)
-        sums = [[writer.zero(lanes)] * many for _ in heads]
-        for j in range(0, head_dim, lanes):
+        sums = [[writer.zero(width)] * many for _ in heads]
+        for j in range(0, head_dim, width):
             places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
-            wanted = [writer.load(at, 32, lanes) for at in places_of]
+            wanted = [writer.load(at, 32, width) for at in places_of]
             for n, slot in enumerate(some):
-                key = reader.read(slot, j, lanes)
+                key = reader.read(slot, j, width)
                 for own, query in zip(sums, wanted, strict=True):
                     own[n] = writer.multiply_add(query, key, own[n])
         for own, h in zip(sums, heads, strict=True):
@@ -788,6 +872,12 @@ def _score(
     return written(types.void, [asked, i, keys, i, slots, i, scores, shape], write)
 
 
+# %% [markdown]
+# An average grows in registers too, for all heads of a group at once. Only the loop over the slots runs,
+# for their number is not known:
+
+
+# %% export="vectors.py" tags=["hide-input"]
 @intrinsic(prefer_literal=True)
 def _average(
     typing: Any,
@@ -803,31 +893,31 @@ def _average(
 ) -> Any:
     """out[head + g] += the sum of scores[head + g, i] * the value in slots[i].
 
-    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, lanes).
+    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, width).
     """
-    group, _, head_dim, lanes = (each.literal_value for each in shape)
+    group, _, head_dim, width = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         weights, start, memory, begin, places, from_slot, to_slot, told, _ = given
         index, b = writer.index, writer.builder
         reader = Reader(writer, (values, memory), (slots, places), begin)
         heads = [b.add(start, index(g)) for g in range(group)]
-        parts = [index(j) for j in range(0, head_dim, lanes)]
+        parts = [index(j) for j in range(0, head_dim, width)]
         places_of = [[writer.address(out, told, h, j) for j in parts] for h in heads]
         totals = [
-            [cgutils.alloca_once_value(b, writer.load(at, 32, lanes)) for at in row]
+            [cgutils.alloca_once_value(b, writer.load(at, 32, width)) for at in row]
             for row in places_of
         ]
         steps = (from_slot, to_slot, index(1))
         with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
             slot = reader.slot(i, 0)
             reader.ask(reader.slot(i, AHEAD), head_dim)
-            found = [reader.read(slot, j, lanes) for j in range(0, head_dim, lanes)]
+            found = [reader.read(slot, j, width) for j in range(0, head_dim, width)]
             for own, h in zip(totals, heads, strict=True):
-                share = b.load(writer.address(scores, weights, h, i))
-                share = writer.spread(share, lanes)
+                weight = b.load(writer.address(scores, weights, h, i))
+                weight = writer.spread(weight, width)
                 for total, value in zip(own, found, strict=True):
-                    b.store(writer.multiply_add(share, value, b.load(total)), total)
+                    b.store(writer.multiply_add(weight, value, b.load(total)), total)
         for own, row in zip(totals, places_of, strict=True):
             for total, at in zip(own, row, strict=True):
                 writer.store(b.load(total), at)
@@ -838,6 +928,10 @@ def _average(
 
 
 score, average = cast(Any, (_score, _average))
+
+
+# %% [markdown]
+# Between the two come the weights, a softmax:
 
 
 # %% export="kernels_numba.py"
@@ -853,19 +947,25 @@ def weigh(scores: Any) -> Any:
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - largest)
         total += scores[i]
-    share = Float(1) / total
+    scale = Float(1) / total
     for i in range(len(scores)):
-        scores[i] *= share
+        scores[i] *= scale
     return largest + np.log(total)
 
 
+# %% [markdown]
+# So a piece is read twice, first its keys and then its values. All heads meet some slots before the next
+# ones are read, for the heads of a slot lie side by side.
+
+
+# %% export="kernels_numba.py"
 def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
-    """Heads and slots at a time, as many sums as registers hold; head_dim; lanes."""
-    lanes, most = math.gcd(head_dim, WIDE), WIDE + WIDE // 2
+    """Heads and slots at a time, as many sums as registers hold; head_dim; width."""
+    width, most = math.gcd(head_dim, WIDTH), WIDTH + WIDTH // 2
     fits = (n for n in range(group, 1, -1) if group % n == 0)
-    heads = next((n for n in fits if n * head_dim <= most * lanes), 1)
-    slots = next(n for n in (8, 4, 2, 1) if n <= lanes and n * heads <= most)
-    return heads, slots, head_dim, lanes
+    heads = next((n for n in fits if n * head_dim <= most * width), 1)
+    slots = next(n for n in (8, 4, 2, 1) if n <= width and n * heads <= most)
+    return heads, slots, head_dim, width
 
 
 STRIP = 16  # slots that are averaged for a head before the next
@@ -915,18 +1015,19 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
                 column = head // group * head_dim
                 average(scores, head, values, column, slots, first, end, told, shape)
 
-    return shared(attend)
+    return in_parts(attend)
 
 
 # %% [markdown]
-# The plan of a step says which pieces there are, and who reads them. Two cases have several readers. Contexts that
-# share pages are one piece up to where they part. And the new tokens of a prompt read the same
-# context, each up to itself: they do so together, sixteen at a time, up to the last of the sixteen.
-# Such pieces are longer, because there is more to do in each.
+# The plan of a step says which pieces there are, and who reads them. A piece that several tokens read
+# together is a *run*. There are two kinds. Contexts that share pages have one, or several, up to where they
+# part. And the new tokens of a prompt read the same context, each up to itself: they do so sixteen at a
+# time, up to the last of the sixteen. Runs are longer than other pieces, because there is more to do in
+# each.
 
 
 # %% export="kernels_numba.py"
-PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
+PIECE = 128  # tokens of context: enough to divide among cores, few to merge
 SHARED = 256  # the same, for a context that several share
 LONGER = 512  # for the new tokens of a prompt
 READERS = 16  # new tokens of a prompt that read it together
@@ -960,6 +1061,11 @@ class StepPlan(Plan):
         return *where, self.order, self.ends, self.merged
 
 
+# %% [markdown]
+# `arrange` makes such a plan of chapter 5's:
+
+
+# %% export="kernels_numba.py" tags=["hide-input"]
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
     """Cut the contexts of a step into pieces; those that are shared, once."""
     tables = slot_tables(plan.chunks, page_size)
@@ -1001,11 +1107,17 @@ def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
     return slots.reshape(len(chunks), -1)
 
 
-def as_table(rows: Iterable[Sequence[int]], width: int) -> Any:
+def as_table(rows: Iterable[Sequence[int]], size: int) -> Any:
     """Rows of numbers as an array; quicker than `np.array` finds out what they are."""
-    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, width)
+    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, size)
 
 
+# %% [markdown]
+# Chapter 5's `shared_runs` finds the pages that contexts share. They are cut too, each piece a run, and
+# what a token reads alone starts behind them.
+
+
+# %% export="kernels_numba.py" tags=["hide-input"]
 Numbers = list[tuple[int, ...]]
 
 
@@ -1073,46 +1185,55 @@ draw_rows(
 # %% [markdown]
 # ## Products that read
 #
-# With few tokens a product is reading: each weight is used once for each token and never again. It must
-# come from memory, become 32 bits wide if it is 16, meet its input of every token, and be added up. Which way
-# round? One token has one way: a vector of inputs, sixteen at a time, meets a vector of a weight's row, and
-# at the end the sixteen sums are added. Eight tokens can do the same, and use every vector of weights eight
-# times once it is there. With three rows that makes twenty-four sums, and a processor with thirty-two registers keeps
-# them all. While they grow, the next rows are on their way: as much as is read is asked for, further on.
+# With few tokens a product is reading: each weight must come from memory, become 32 bits wide if it is 16,
+# meet its input of every token, and be added up. Which way round? One token has one way: a vector of
+# inputs, sixteen at a time, meets a vector of a weight's row, and at the end the sixteen sums are added.
+# Eight tokens can do the same, and use every vector of weights eight times once it is there. With three
+# rows that makes twenty-four sums, and a processor with thirty-two registers keeps them all. While they
+# grow, the next rows are asked for.
 
 
 # %% export="vectors.py"
 @intrinsic(prefer_literal=True)
-def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> Any:
-    """out[first + r, t] = rows[first + r] * x[t]; `shape` is (rows, tokens, wide)."""
-    many, tokens, wide = (each.literal_value for each in shape)
+def _dots(
+    typing: Any, rows: Any, first: Any, x: Any, token: Any, out: Any, shape: Any
+) -> Any:
+    """out[first + r, t] = rows[first + r] * x[t], for some tokens t from `token` on.
+
+    `shape` is (rows, tokens, width).
+    """
+    many, tokens, width = (each.literal_value for each in shape)
     bits = rows.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, inputs, told, _ = given
+        weight, start, inputs, from_token, told, _ = given
         index, b = writer.index, writer.builder
-        none = writer.zero(wide)
+        none = writer.zero(width)
         places = [b.add(start, index(r)) for r in range(many)]
+        asked = [b.add(from_token, index(t)) for t in range(tokens)]
         sums = [
             [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
         ]
         end = b.extract_value(writer.array(rows, weight).shape, 1)
-        with cgutils.for_range_slice(b, index(0), end, index(wide), inc=True) as (i, _):
+        with cgutils.for_range_slice(b, index(0), end, index(width), inc=True) as (
+            i,
+            _,
+        ):
             some = [writer.address(rows, weight, place, i) for place in places]
-            weights = [writer.load(at, bits, wide) for at in some]
-            for t in range(tokens):
-                taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
+            weights = [writer.load(at, bits, width) for at in some]
+            for t, token in enumerate(asked):
+                taken = writer.load(writer.address(x, inputs, token, i), 32, width)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
             for place in places:
                 later = b.add(place, index(many))
                 writer.ask(writer.address(rows, weight, later, i))
         for place, row in zip(places, sums, strict=True):
-            at = writer.address(out, told, place, index(0))
+            at = writer.address(out, told, place, from_token)
             writer.store(writer.sums([b.load(total) for total in row]), at)
 
     i = types.intp
-    return written(types.void, [rows, i, x, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
 dots = cast(Any, _dots)
@@ -1126,176 +1247,183 @@ dots = cast(Any, _dots)
 
 # %% export="vectors.py"
 class Tile:
-    """Writes sums [rows, vectors * wide] that stay in registers."""
+    """Writes sums [rows, vectors * width] that stay in registers."""
 
-    def __init__(self, writer: Writer, num_rows: int, vectors: int, wide: int) -> None:
-        self.writer, self.wide, self.starts = (
+    def __init__(self, writer: Writer, num_rows: int, vectors: int, width: int) -> None:
+        self.writer, self.width, self.starts = (
             writer,
-            wide,
-            range(0, vectors * wide, wide),
+            width,
+            range(0, vectors * width, width),
         )
-        b, none = writer.builder, writer.zero(wide)
+        b, none = writer.builder, writer.zero(width)
         self.totals = [
             [cgutils.alloca_once_value(b, none) for _ in self.starts]
             for _ in range(num_rows)
         ]
 
-    def add(self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, lane: Any) -> None:
-        """To each row: its number, at an address, times x[i, lane:]."""
+    def add(
+        self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, column: Any
+    ) -> None:
+        """To each row: its number, at an address, times x[i, column:]."""
         writer, b, taken = self.writer, self.writer.builder, []
         for start in self.starts:
-            at = writer.address(kind, x, i, b.add(lane, writer.index(start)))
-            taken.append(writer.load(at, 32, self.wide))
+            at = writer.address(kind, x, i, b.add(column, writer.index(start)))
+            taken.append(writer.load(at, 32, self.width))
         for at, row in zip(numbers, self.totals, strict=True):
-            number = writer.spread(b.load(at), self.wide)
+            number = writer.spread(b.load(at), self.width)
             for total, other in zip(row, taken, strict=True):
                 b.store(writer.multiply_add(number, other, b.load(total)), total)
 
-    def store(self, kind: Any, out: Any, first: Any, lane: Any) -> None:
-        """As out[first + r, lane:]."""
+    def store(self, kind: Any, out: Any, first: Any, column: Any) -> None:
+        """As out[first + r, column:]."""
         writer, b = self.writer, self.writer.builder
         for r, row in enumerate(self.totals):
             for total, start in zip(row, self.starts, strict=True):
-                place = b.add(first, writer.index(r)), b.add(lane, writer.index(start))
+                place = (
+                    b.add(first, writer.index(r)),
+                    b.add(column, writer.index(start)),
+                )
                 writer.store(b.load(total), writer.address(kind, out, *place))
 
 
 # %% [markdown]
 # How does a weight come to a tile in time? If one waits for it, a product takes its reading *plus* its
-# arithmetic, where we want the longer of both. To ask for the next sixteen rows at once does not help:
+# arithmetic, where we want the longer of both. One could ask for the next sixteen rows while the present ones are at
+# work. Where would they wait?
 
 # %% name="near"
-for width in (smollm2.hidden_size, smollm2.intermediate_size):
-    print(f"16 rows of {width:4} float32: {16 * 4 * width / 1e3:3.0f} KB")
+NEAREST = 48  # KB: each core's first cache, on the machine of the records
+for size in (smollm2.hidden_size, smollm2.intermediate_size):
+    kilobytes = f"{16 * size * 4 / 2**10:.0f} KB"
+    print(f"{size:4} inputs, float32: of 16 tokens {kilobytes}, 16 rows {kilobytes}")
+print(f"16 rows, 4 times 32 numbers of each: {16 * 4 * 32 * 4 / 2**10:.0f} KB")
+print(f"a core's nearest cache: {NEAREST} KB")
 
 # %% [markdown]
-# The nearest cache of the records' machine has 48 KB. Next to the present rows the coming [37](#near) are thrown out again before
-# their turn, and the same happens to 16-bit rows if they are widened into a place of their own. Nor does it help to
-# ask for much in a row: a processor keeps track of a dozen or so requests, and at the next one everything waits,
-# the arithmetic too. So a `stream` goes along its rows 32 numbers at a time. It widens only these. It
-# asks for those that come three turns later, one row in each step of the arithmetic, and at the end of the rows for
-# the beginning of the next.
+# Every row meets the same inputs, so these shall stay: [36](#near) KB. Sixteen whole rows are as much again, and the cache
+# is full before the next ones come. There is no room either to widen 16-bit rows into a place of their
+# own. So a `sweep` goes along its rows a *stretch* at a time, 32 numbers of each, and has at most four stretches under
+# way: [8](#near) KB. (The [96](#near) KB of inputs of the last product in a layer do not fit, whatever the rows do.)
 #
-# Widening has a shortcut. Two neighbours of 16 bits are one word of 32. Its upper half is a float32 as it
-# stands, once the lower is cleared; and its lower half is one when it is moved up. So 32 numbers become two vectors with two instructions, the
-# even ones and the odd ones, which are then met in turn.
+# A 16-bit stretch is widened when it is needed. Two neighbours are one word of 32 bits. Its upper half is a
+# float32 as it stands, once the lower is cleared; and its lower half is one when it is moved up. So 32
+# numbers become two vectors with two instructions, first the even ones, then the odd ones.
 
 
-# %% export="vectors.py"
-TURN, WORDS = 32, 16  # numbers of a row at a time; how many words they are in 16 bits
-SOON = 3 * TURN  # numbers later
+# %% export="vectors.py" tags=["hide-input"]
+STRETCH, WORDS = 32, 16  # numbers of a row at a time; their words, in 16 bits
+SOON = 3 * STRETCH  # numbers later
 
 
 def split(writer: Writer, rows: Sequence[Any], room: Any) -> None:
-    """From each address on: a turn's even numbers, then the odd ones, as float32."""
+    """From each address on: a stretch's even numbers, then the odd ones, as float32."""
     b, words = writer.builder, ir.VectorType(INT, WORDS)
     upper, by = (ir.Constant(words, [n] * WORDS) for n in (0xFFFF0000, 16))
     for r, at in enumerate(rows):
         both = b.load(b.bitcast(at, words.as_pointer()), align=2)
         for k, half in enumerate((b.shl(both, by), b.and_(both, upper))):
-            there = b.gep(room, [writer.index(r * TURN + k * WORDS)])
+            there = b.gep(room, [writer.index(r * STRETCH + k * WORDS)])
             b.store(half, b.bitcast(there, words.as_pointer()), align=LINE_BITS // 8)
 
 
+# %% [markdown]
+# A processor keeps track of only so many reads. At one more everything waits, the arithmetic too. So
+# they are strewn among the arithmetic, which takes sixteen steps for a stretch: two numbers of each row. In
+# each step a sweep of sixteen rows asks for one row, three stretches ahead, and at the end of the rows for
+# the beginning of the next ones. (Eight rows in 16 bits have fewer lines than there are steps: each line is
+# asked for twice.)
+
+
+# %% export="vectors.py" tags=["hide-input"]
 @intrinsic(prefer_literal=True)
-def _stream(
-    typing: Any, rows: Any, first: Any, columns: Any, lane: Any, out: Any, shape: Any
+def _sweep(
+    typing: Any, rows: Any, first: Any, x: Any, column: Any, out: Any, shape: Any
 ) -> Any:
-    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], a tile of it.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], a tile of it.
 
     Rows come from memory, in either format, and have 32, 48, 64 … numbers. `shape` is
-    (rows, vectors, wide).
+    (rows, vectors, width).
     """
     many, *size = (each.literal_value for each in shape)
     bits = rows.dtype.bitwidth
     line = LINE_BITS // bits
-    lines = many * TURN // line
+    lines = many * STRETCH // line
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, _ = given
+        weight, start, inputs, at_column, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
-        inputs = b.extract_value(writer.array(rows, weight).shape, 1)
+        end = b.extract_value(writer.array(rows, weight).shape, 1)
         places = [b.add(start, index(r)) for r in range(many)]
-        room = cgutils.alloca_once(b, FLOAT, size=many * TURN)
+        room = cgutils.alloca_once(b, FLOAT, size=many * STRETCH)
         room.align = LINE_BITS // 8
-        last, steps = b.sub(inputs, index(TURN)), (index(0), inputs, index(TURN))
-        with cgutils.for_range_slice(b, *steps, inc=True) as (turn, _):
-            i = b.select(b.icmp_signed("<", turn, last), turn, last)
-            words = b.udiv(b.sub(turn, i), index(2)), index(WORDS)  # or half of them
+        last, steps = b.sub(end, index(STRETCH)), (index(0), end, index(STRETCH))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (begin, _):
+            i = b.select(b.icmp_signed("<", begin, last), begin, last)
+            words = b.udiv(b.sub(begin, i), index(2)), index(WORDS)  # or half of them
             if bits == 16:
                 some = [writer.address(rows, weight, place, i) for place in places]
                 split(writer, some, room)
             later = b.add(i, index(SOON))
-            over = b.icmp_signed(">=", later, inputs)  # then it is the next rows' turn
-            column = b.select(over, b.sub(later, inputs), later)
+            over = b.icmp_signed(">=", later, end)  # then in the next rows
+            ahead = b.select(over, b.sub(later, end), later)
             row = b.add(start, b.select(over, index(many), index(0)))
             with cgutils.for_range_slice(b, *words, index(1), inc=True) as (j, _):
                 line_at = b.udiv(b.mul(j, index(lines)), index(WORDS))
                 for k in range(max(1, lines // WORDS)):
                     place = b.mul(b.add(line_at, index(k)), index(line))
-                    there = b.add(column, b.urem(place, index(TURN)))
-                    asked = b.add(row, b.udiv(place, index(TURN)))
+                    there = b.add(ahead, b.urem(place, index(STRETCH)))
+                    asked = b.add(row, b.udiv(place, index(STRETCH)))
                     writer.ask(writer.address(rows, weight, asked, there))
                 for k in range(2):
                     input_at = b.add(b.add(i, b.mul(j, index(2))), index(k))
                     if bits == 16:
-                        starts = range(k * WORDS, many * TURN, TURN)
+                        starts = range(k * WORDS, many * STRETCH, STRETCH)
                         numbers = [b.gep(room, [b.add(j, index(n))]) for n in starts]
                     else:
                         numbers = [
                             writer.address(rows, weight, r, input_at) for r in places
                         ]
-                    sums.add(numbers, columns, x, input_at, at_lane)
-        sums.store(out, told, start, at_lane)
+                    sums.add(numbers, x, inputs, input_at, at_column)
+        sums.store(out, told, start, at_column)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
-stream = cast(Any, _stream)
+sweep = cast(Any, _sweep)
+
+
+# %% [markdown]
+# A core takes 96 outputs at a time, by one way of reading or the other:
 
 
 # %% export="kernels_numba.py"
-from minivllm.vectors import LINE_BITS, TURN, as_array, dots, stream, tile
+from minivllm.vectors import LINE_BITS, STRETCH, as_array, dots, sweep, tile
 
 FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
 
 
-def product_of_few(lanes: int) -> Callable[..., None]:
-    """A block of a product for few tokens, x [tokens, inputs]."""
-    rows = 4 if lanes == 1 else max(1, WIDE // 5)  # as many sums as registers hold
-    shape = (rows, lanes, WIDE)
-
-    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        last = min(len(weight), (block + 1) * BLOCK)
-        for at in range(block * BLOCK, last, rows):
-            dots(weight, min(at, last - rows), x, out, shape)
-
-    return multiply
-
-
-def product_of_many(lanes: int) -> Callable[..., None]:
-    """A block of a product for more, x [inputs, lanes]."""
-    vectors = min(2, lanes // WIDE)
-    rows = ROWS // vectors
-    shape = (rows, vectors, WIDE)
-
-    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        last = min(len(weight), (block + 1) * BLOCK)
-        for at in range(block * BLOCK, last, rows):
-            first = min(at, len(weight) - rows)  # the last: some of them again
-            for lane in range(0, lanes, vectors * WIDE):
-                stream(weight, first, x, lane, out, shape)
-
-    return multiply
-
-
 @cache
 def make_multiply(lanes: int) -> Callable[..., None]:
     """The product's kernel for so many lanes."""
-    few = lanes <= FEW
-    blocks = shared(product_of_few(lanes) if few else product_of_many(lanes))
+    if few := lanes <= FEW:
+        read, step = dots, lanes
+        shape = 4 if lanes == 1 else max(1, WIDTH // 5), lanes, WIDTH
+    else:
+        vectors = min(2, lanes // WIDTH)
+        read, step = sweep, vectors * WIDTH
+        shape = ROWS // vectors, vectors, WIDTH
+    rows = shape[0]  # as many sums as registers hold
+
+    def multiply_block(block: Any, x: Any, weight: Any, out: Any) -> None:
+        last = min(len(weight), (block + 1) * BLOCK)
+        for at in range(block * BLOCK, last, rows):
+            first = min(at, len(weight) - rows)  # the last: some of them again
+            for lane in range(0, lanes, step):
+                read(weight, first, x, lane, out, shape)
+
+    blocks = in_parts(multiply_block)
 
     def multiply(product: Any, x: Any, out: Any, num_tokens: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
@@ -1310,16 +1438,15 @@ def make_multiply(lanes: int) -> Callable[..., None]:
 
 
 # %% [markdown]
-# A tile is also what many readers of one context ask for. Sixteen readers of one system prompt, or sixteen new tokens of one
-# prompt, three heads each that share a key: 48 queries meet the same key, as 16 tokens meet the same weight. The
-# keys of a run are the rows of a weight, and a lane is a query. Then come the weights of each lane, 0 where
-# a token would look at what comes after it, and the values are a second weight, turned around. Keys are
-# copied after all, but once for 48 queries, and a core takes one K/V head of a run: there is enough in it.
+# A tile is also what many readers of one context ask for. Sixteen readers of one system prompt, or sixteen
+# new tokens of one prompt, three heads each that share a key: 48 queries meet the same key, as 16 tokens
+# meet the same weight. The keys of a run are the rows of a weight, and each query is a column. Then the
+# weights of the queries meet the values, a second weight, transposed.
 #
-# Here all is near already, and what counts is how often something is loaded. A row of sixteen lanes loads a number for
-# each product. Three vectors of lanes use it three times, and eight rows of them fill the registers: `tile` is this, for
-# arrays that are small. In NumPy it would be
-# `out[first:][:8, lane:][:, :48] = rows[first:][:8] @ columns[:, lane:][:, :48]`.
+# Here all is near already, and what counts is how often something is loaded. A row that meets one vector of
+# queries loads a number for each product. Three vectors use it three times, and eight rows of them fill the
+# registers. In NumPy this `tile` would be
+# `out[first:][:8, column:][:, :48] = rows[first:][:8] @ x[:, column:][:, :48]`.
 
 
 # %% export="vectors.py"
@@ -1328,41 +1455,83 @@ def _tile(
     typing: Any,
     rows: Any,
     first: Any,
-    columns: Any,
-    lane: Any,
+    x: Any,
+    column: Any,
     out: Any,
     shape: Any,
 ) -> Any:
-    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], for an even number.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], for an even number.
 
-    `shape` is (rows, vectors, wide, turned). Turned, a weight's rows are its columns.
+    `shape` is (rows, vectors, width, transposed): the rows of a weight, or its columns.
     """
-    many, *size, turned = (each.literal_value for each in shape)
+    many, *size, transposed = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, _ = given
+        weight, start, inputs, at_column, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
-        inputs = b.extract_value(writer.array(rows, weight).shape, int(not turned))
-        with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
+        end = b.extract_value(writer.array(rows, weight).shape, int(not transposed))
+        with cgutils.for_range_slice(b, index(0), end, index(2), inc=True) as (i, _):
             for k in range(2):
                 j = b.add(i, index(k))
                 places = [[b.add(start, index(r)), j] for r in range(many)]
-                pairs = (place[:: -1 if turned else 1] for place in places)
+                pairs = (place[:: -1 if transposed else 1] for place in places)
                 numbers = [writer.address(rows, weight, *pair) for pair in pairs]
-                sums.add(numbers, columns, x, j, at_lane)
-        sums.store(out, told, start, at_lane)
+                sums.add(numbers, x, inputs, j, at_column)
+        sums.store(out, told, start, at_column)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
 tile = cast(Any, _tile)
 
 
+# %% [markdown]
+# Keys are copied after all, but once for 48 queries. A product of what was copied goes through its tiles:
+
+
+# %% export="kernels_numba.py"
+@cache
+def make_gather(head_dim: int) -> Callable[..., None]:
+    """Copies a head of some slots."""
+    width = math.gcd(head_dim, 16)
+
+    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
+        """out[i] = the head that begins at `start` in slots[i], as float32."""
+        for i in range(len(slots)):
+            for j in range(0, head_dim, width):
+                store(out, i, j, load(memory, slots[i], start + j, width))
+
+    return compiled(gather)
+
+
+@cache
+def make_tiles(transposed: int) -> Callable[..., None]:
+    """A product of small arrays, on one core: weight, or weight transposed, times x."""
+    large, small = ((HALF, vectors, WIDTH, transposed) for vectors in (3, 1))
+
+    def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
+        columns, step = x.shape[1], 3 * WIDTH
+        for row in range(0, len(out), HALF):
+            for column in range(0, columns - columns % step, step):
+                tile(weight, row, x, column, out, large)
+            for column in range(columns - columns % step, columns, WIDTH):
+                tile(weight, row, x, column, out, small)
+
+    return compiled(multiply_tiles)
+
+
+HALF = ROWS // 2  # three vectors of sums for each: the registers are full
+
+
+# %% [markdown]
+# A query has no weight for what comes after its token:
+
+
 # %% export="kernels_numba.py"
 @compiled
-def weigh_lanes(scores: Any, seen: Any) -> Any:
-    """Each column of scores [tokens, lanes] becomes weights, as far as it has `seen`.
+def weigh_queries(scores: Any, seen: Any) -> Any:
+    """Each column of scores [tokens, queries] becomes weights, as far as it has `seen`.
 
     They are not divided by their sums yet. The largest scores, and the sums.
     """
@@ -1370,18 +1539,23 @@ def weigh_lanes(scores: Any, seen: Any) -> Any:
     total = np.zeros(scores.shape[1], np.float32)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            score = scores[row, lane] if i < seen[lane] else Float(-3.4e38)
-            largest[lane] = larger(largest[lane], score)
+        for query in range(scores.shape[1]):
+            score = scores[row, query] if i < seen[query] else Float(-3.4e38)
+            largest[query] = larger(largest[query], score)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            weight = exp(scores[row, lane] - largest[lane])
-            scores[row, lane] = weight if i < seen[lane] else Float(0)
-            total[lane] += scores[row, lane]
+        for query in range(scores.shape[1]):
+            weight = exp(scores[row, query] - largest[query])
+            scores[row, query] = weight if i < seen[query] else Float(0)
+            total[query] += scores[row, query]
     return largest, total
 
 
+# %% [markdown]
+# A core takes one K/V head of a run: there is enough in it.
+
+
+# %% export="kernels_numba.py" tags=["hide-input"]
 @cache
 def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
     """The kernel for what several tokens read: a run, one K/V head of it at a time."""
@@ -1408,8 +1582,8 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         table, start, end, first, last = runs[job // num_kv_heads]
         slots, some = tables[table, start:end], readers[first:last]
         rows = -(-len(slots) // ROWS) * ROWS
-        lanes = -(-len(some) * group // WIDE) * WIDE
-        asked, seen = np.zeros((deep, lanes), np.float32), np.zeros(lanes, np.int32)
+        queries = -(-len(some) * group // WIDTH) * WIDTH
+        asked, seen = np.zeros((deep, queries), np.float32), np.zeros(queries, np.int32)
         for g in range(group):
             for j in range(head_dim):
                 row = (kv * group + g) * head_dim + j
@@ -1421,74 +1595,41 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         known[len(slots) :] = 0
         known[:, head_dim:] = 0
         gather(keys, slots, kv * head_dim, known)
-        scores = np.empty((rows, lanes), np.float32)
+        scores = np.empty((rows, queries), np.float32)
         multiply_tiles(known, asked, scores)
-        largest, total = weigh_lanes(scores, seen)
+        largest, total = weigh_queries(scores, seen)
         gather(values, slots, kv * head_dim, known)
         average_tiles(known, scores, asked)
-        for lane in range(lanes):
-            total[lane] = max(total[lane], Float(1e-30))  # of a lane that has no reader
-            largest[lane] += np.log(total[lane])
+        for query in range(queries):
+            total[query] = max(total[query], Float(1e-30))  # no reader's
+            largest[query] += np.log(total[query])
         for j in range(head_dim):
-            for lane in range(lanes):
-                asked[j, lane] /= total[lane]
+            for query in range(queries):
+                asked[j, query] /= total[query]
         token = some[0, 0]
         alone = ends[token] - (ends[token - 1] if token else 0) == 1
         for g in range(group):
-            head, lane = kv * group + g, g * len(some)
+            head, query = kv * group + g, g * len(some)
             if alone:
                 for j in range(head_dim):
                     for i in range(len(some)):
-                        out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
+                        out[head * head_dim + j, some[i, 0]] = asked[j, query + i]
             else:
                 for i in range(len(some)):
-                    log_sums[first + i, head] = largest[lane + i]
+                    log_sums[first + i, head] = largest[query + i]
                     for j in range(head_dim):
-                        found[first + i, head, j] = asked[j, lane + i]
+                        found[first + i, head, j] = asked[j, query + i]
 
-    return shared(attend_together)
-
-
-@cache
-def make_gather(head_dim: int) -> Callable[..., None]:
-    """Copies a head of some slots."""
-    wide = math.gcd(head_dim, 16)
-
-    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
-        """out[i] = the head that begins at `start` in slots[i], as float32."""
-        for i in range(len(slots)):
-            for j in range(0, head_dim, wide):
-                store(out, i, j, load(memory, slots[i], start + j, wide))
-
-    return compiled(gather)
-
-
-@cache
-def make_tiles(turned: int) -> Callable[..., None]:
-    """A product of small arrays, on one core: weight, or weight turned, times x."""
-    large, small = ((HALF, vectors, WIDE, turned) for vectors in (3, 1))
-
-    def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        lanes, step = x.shape[1], 3 * WIDE
-        for row in range(0, len(out), HALF):
-            for lane in range(0, lanes - lanes % step, step):
-                tile(weight, row, x, lane, out, large)
-            for lane in range(lanes - lanes % step, lanes, WIDE):
-                tile(weight, row, x, lane, out, small)
-
-    return compiled(multiply_tiles)
-
-
-HALF = ROWS // 2  # three vectors of sums for each: the registers are full
+    return in_parts(attend_together)
 
 
 # %% [markdown]
-# In the end the pieces of a token are put together, each by its share of the whole sum. A prompt's token that
+# In the end the pieces of a token are put together, each weighed by its part of the whole sum. A prompt's token that
 # has read all in one run needs none of that: the run has written its result.
 
 
 # %% export="kernels_numba.py"
-@shared
+@in_parts
 def merge(
     head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
@@ -1511,10 +1652,10 @@ def merge(
 
 
 # %% [markdown]
-# With a prompt of 512 tokens each weight is used 512 times, and what counts is
-# arithmetic. That is PyTorch's float32 product, for either format: 16-bit weights are
-# widened first, layer by layer. Both ways take the weights as the checkpoint has them, so there is one copy.
-# And both know the lanes: weight times [inputs, lanes] is a product of two matrices.
+# With a prompt of 512 tokens what counts is arithmetic. That is PyTorch's float32 product, for either
+# format: 16-bit weights are widened first, layer by layer. Both ways take the weights as the checkpoint has
+# them, so there is one copy, and both know the lanes: weight times [inputs, lanes] is a product of two
+# matrices.
 
 
 # %% export="kernels_numba.py"
@@ -1522,7 +1663,7 @@ def multiply_many(product: Any, x: Any, out: Any, num_tokens: int) -> None:
     """As `make_multiply`'s, by PyTorch."""
     weight, bias = (torch.from_numpy(each) for each in product)
     weight = weight.view(torch.bfloat16) if weight.dtype == torch.uint16 else weight
-    given, told = (torch.from_numpy(each)[:, :num_tokens] for each in (x, out))
+    given, told = (torch.as_tensor(each)[:, :num_tokens] for each in (x, out))
     torch.mm(weight.float(), given, out=told)
     if len(bias):
         told += bias
@@ -1533,6 +1674,11 @@ def multiply_for(lanes: int) -> Callable[..., None]:
     return make_multiply(lanes) if lanes <= MOST else multiply_many
 
 
+# %% [markdown]
+# Whoever has tokens in rows, as chapter 5's layers have, calls a `ReadProduct`:
+
+
+# %% export="kernels_numba.py"
 NO_BIAS = np.empty((0, 1), np.float32)
 
 
@@ -1550,8 +1696,8 @@ class ReadProduct:
         if not len(x):
             return x.new_empty(0, len(self.weight))
         if len(x) > MOST:
-            bias = torch.from_numpy(self.arrays[1][:, 0])
-            told = F.linear(x.float(), self.weight.float(), bias if len(bias) else None)
+            told = torch.empty(len(x), len(self.weight))
+            multiply_many(self.arrays, x.float().t(), told.t(), len(x))
             return told.to(x.dtype)
         lanes = lanes_for(len(x))
         if lanes not in self._room:
@@ -1561,23 +1707,11 @@ class ReadProduct:
         return as_rows(out, np.arange(len(x)), x.new_empty(len(x), len(self.weight)))
 
 
-def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
-    """Some lanes of [features, lanes] -> [tokens, features]."""
-    turn(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
-    return out
+# %% [markdown]
+# Up to 32 tokens lanes come in four numbers, because each has kernels of its own. What is left over is 0.
 
 
-@shared
-def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
-    """Each chosen lane as a row, in the format of the result."""
-    first, last = block * BLOCK, (block + 1) * BLOCK
-    some, told = columns[first:last], out[:, first:last]
-    for row in range(len(chosen)):
-        lane = some[:, chosen[row]]
-        for i in range(len(lane)):
-            put(told, row, i, lane[i])
-
-
+# %% export="kernels_numba.py"
 def lanes_for(num_tokens: int) -> int:
     """How many lanes so many tokens take.
 
@@ -1602,10 +1736,32 @@ def fill(out: Any, x: Tensor) -> Any:
     return out
 
 
+def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
+    """Some lanes of [features, lanes] -> [tokens, features]."""
+    to_rows(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
+    return out
+
+
+@in_parts
+def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
+    """Each chosen lane as a row, in the format of the result."""
+    first, last = block * BLOCK, (block + 1) * BLOCK
+    some, told = columns[first:last], out[:, first:last]
+    for row in range(len(chosen)):
+        lane = some[:, chosen[row]]
+        for i in range(len(lane)):
+            put(told, row, i, lane[i])
+
+
+# %% [markdown]
+# And a weight whose shape fits no tile is packed, as before.
+
+
+# %% export="kernels_numba.py"
 def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
-    if num_outputs < ROWS or num_inputs < TURN or num_inputs % 16:
+    if num_outputs < ROWS or num_inputs < STRETCH or num_inputs % 16:
         packed = packed_product(weight, bias)
         return lambda x: packed(x.to(weight.dtype))
     return ReadProduct(weight, bias)
@@ -1614,7 +1770,7 @@ def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
 # %% [markdown]
 # Where the weights lie counts too. A program's addresses are not memory's: the system deals memory out in pages
 # (an engine's pages have their name from these), and a processor looks up for each address where its page is.
-# It remembers some two thousand of these answers. How many pages has a model?
+# It remembers some of these answers. How many pages has a model?
 
 # %% name="pages"
 for name, size in (("4 kB", 2**12), ("2 MB", 2**21)):
@@ -1656,11 +1812,9 @@ LINE, BLOCK_SIZE = LINE_BITS // 8, 2**25  # bytes
 # %% [markdown]
 # ## A layer of kernels
 #
-# What is left is to call them in order, some twelve calls a layer. From Python each
-# takes some microseconds, for every array that is given to a kernel is looked through first. A kernel calls
-# a kernel for next to nothing, so the order is compiled too. But who will then say
-# where the time goes? The kernels themselves, by the clock of the team. To look at it costs a few
-# nanoseconds, so they do it always.
+# What is left is to call them in order. From Python each call takes some microseconds, for every array that
+# is given to a kernel is looked through first. A kernel calls a kernel for next to nothing, so the order is
+# compiled too. But who will then say where the time goes? The kernels themselves, by the clock of the team.
 
 
 # %% export="kernels_numba.py"
@@ -1684,16 +1838,21 @@ def clock() -> Any:
     return now()
 
 
+# %% [markdown]
+# Attention begins with writing what the step's own tokens bring:
+
+
+# %% export="kernels_numba.py"
 @by_lanes
 def write(
     part: Any, span: Any, heads: Any, first: Any, slots: Any, keys: Any, values: Any
 ) -> None:
     """Store each lane's key and value, rows of `heads` from `first` on, in its slot."""
-    width = keys.shape[1]
+    size = keys.shape[1]
     for lane in range(part * span, min((part + 1) * span, len(slots))):
-        for j in range(width):
+        for j in range(size):
             put(keys, slots[lane], j, heads[first + j, lane])
-            put(values, slots[lane], j, heads[first + width + j, lane])
+            put(values, slots[lane], j, heads[first + size + j, lane])
 
 
 @cache
@@ -1735,7 +1894,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         layer: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
     ) -> None:
@@ -1749,7 +1908,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         start_s = note(spent, PRODUCTS, start_s)
         norm_heads(heads, head_norm, eps[1], head_dim)
         start_s = note(spent, NORMS, start_s)
-        rotate(heads, len(seen) + layer[-1].shape[1], turns[0], turns[1])
+        rotate(heads, len(seen) + layer[-1].shape[1], rotation[0], rotation[1])
         start_s = note(spent, ROTATION, start_s)
         find(heads, layer[-2:], plan, found, seen)
         note(spent, ATTENTION, start_s)
@@ -1774,9 +1933,9 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
 
 
 # %% [markdown]
-# For few tokens the loop over the layers is compiled with it, and a step is one call. (Thirty layers are
-# four hundred arrays, and to look through them takes a step's time again. All layers look alike, so a kernel
-# gets the first one's arrays and the addresses of the others.)
+# For few tokens the loop over the layers is compiled with it, and a step is one call. (To look through all
+# layers' arrays would take long again. All layers look alike, so a kernel gets the first one's arrays and
+# the addresses of the others.)
 
 
 # %% export="vectors.py"
@@ -1807,7 +1966,7 @@ def finish(room: Any, end: Any, spent: Any) -> None:
     chosen, out, weight, eps = end
     start_s = clock()
     add_norm(room[0], room[1], weight, eps, room[2])
-    turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
+    to_rows(-(-len(room[2]) // BLOCK), room[2], chosen, out)
     note(spent, NORMS, start_s)
 
 
@@ -1824,14 +1983,14 @@ def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
         addresses: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
         end: Any,
     ) -> None:
         for i in range(len(addresses)):
             layer = elsewhere(first, addresses[i])
-            look(number, room, layer, eps, plan, turns, found, spent)
+            look(number, room, layer, eps, plan, rotation, found, spent)
             think(number, room, layer, eps, spent)
         finish(room, end, spent)
 
@@ -1840,10 +1999,8 @@ def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
 
 # %% [markdown]
 # For many, Python goes from layer to layer with the same two functions, for the products between the kernels
-# are PyTorch's then. Between two products no tensor is made: all kernels of a step
-# write to the same arrays, layer after layer. Behind the last
-# attention most tokens of a prompt have done their part, which was to leave keys and values, and the lanes of
-# those that nobody asks for are dropped.
+# are PyTorch's then. In both cases no tensor is made between two products: all kernels of a step
+# write to the same arrays, layer after layer.
 
 
 # %% export="kernels_numba.py"
@@ -1890,8 +2047,8 @@ class CompiledLayers:
             return run_layers(layers, norm, x, memory, plan, angles, rows)
         layer, lanes = layers[0], lanes_for(len(x))
         room = self._room_for(layer, x)
-        turns = as_lanes(angles.cos()), as_lanes(angles.sin())
-        rest = plan.arrays, turns, make_found(layer, plan), self._spent
+        rotation = as_lanes(angles.cos()), as_lanes(angles.sin())
+        rest = plan.arrays, rotation, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
         out, last = torch.empty(len(rows), x.shape[1]), self._norm_of(norm)
         end = out.numpy(), last, Float(norm.eps)
@@ -1903,6 +2060,14 @@ class CompiledLayers:
         finish(tuple(room), (chosen, *end), self._spent)
         return out
 
+
+# %% [markdown]
+# Behind the last attention most tokens of a prompt have done their part, which was to leave keys and values. The
+# lanes of those that nobody asks for are dropped.
+
+
+# %% export="kernels_numba.py"
+class CompiledLayers(CompiledLayers):
     def _one_by_one(
         self,
         layers: Sequence[Layer],
@@ -1925,6 +2090,22 @@ class CompiledLayers:
             think(number, room, own, given[0], self._spent)
         return room, chosen
 
+    def _narrowed(self, room: Room, layer: Layer, chosen: Any) -> Room:
+        """Room for some tokens, with their part of the stream and of what was seen."""
+        stream, seen = (
+            torch.from_numpy(each[:, chosen]).t() for each in (room.stream, room.seen)
+        )
+        less = self._room_for(layer, stream)
+        fill(less.seen, seen)
+        return less
+
+
+# %% [markdown]
+# What stays the same from step to step is kept, as long as what it belongs to:
+
+
+# %% export="kernels_numba.py" tags=["hide-input"]
+class CompiledLayers(CompiledLayers):
     def _norm_of(self, norm: RMSNorm) -> Any:
         if norm not in self._norms:
             self._norms[norm] = norm_of((norm, 1))
@@ -1944,15 +2125,6 @@ class CompiledLayers:
         rooms[lanes].delta[:] = 0
         return rooms[lanes]
 
-    def _narrowed(self, room: Room, layer: Layer, chosen: Any) -> Room:
-        """Room for some tokens, with their part of the stream and of what was seen."""
-        stream, seen = (
-            torch.from_numpy(each[:, chosen]).t() for each in (room.stream, room.seen)
-        )
-        less = self._room_for(layer, stream)
-        fill(less.seen, seen)
-        return less
-
     def _arrays_of(
         self, layers: Sequence[Layer], memory: Sequence[PagedAttention]
     ) -> tuple[Any, Any]:
@@ -1969,6 +2141,11 @@ class CompiledLayers:
         return kept[0], kept[1]
 
 
+# %% [markdown]
+# The rest finds in chapter 5's layers what the kernels take:
+
+
+# %% export="kernels_numba.py" tags=["hide-input"]
 def arrays_of(memory: PagedAttention) -> tuple[Any, Any]:
     """Keys and values, [slots, kv_heads * head_dim]."""
     return as_array(memory.keys.flatten(1)), as_array(memory.values.flatten(1))
@@ -2143,7 +2320,8 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
 # A norm takes [8](#won) microseconds instead of [54](#won), and adds to the stream besides. Contexts are read at
 # [18.4](#won) GB a second instead of [7.0](#won), and the weights of one request in float32 at [27](#won), as fast as memory gives
 # them. With sixteen requests half the bytes win less than half: the 16-bit products take [18](#won) ms, and the
-# others [23](#won). Every weight is multiplied sixteen times, whatever its format.
+# others [23](#won). Every weight is multiplied sixteen times, whatever its format. PyTorch's own 16-bit products take
+# [82](#won) ms, twice its [41](#won) in float32, for half the bytes: remember that when bfloat16 is held against transformers below.
 #
 # How far is a step from what its bytes need, at 25 GB a second?
 
@@ -2163,7 +2341,9 @@ excess = {
     "head": most["head"] - 4 * head / READS,
     "contexts": most["attention"] - CONTEXTS / READS,
 }
-print("above their bytes, ms:", {n: round(1e3 * s) for n, s in excess.items()})
+print(
+    "above their bytes:", ", ".join(f"{n} {1e3 * s:.0f} ms" for n, s in excess.items())
+)
 
 # %% [markdown]
 # And beside transformers, with the same weights?
@@ -2178,22 +2358,22 @@ for row in record["rows"]:
 for (dtype, who, requests), parts in breakdowns.items():
     if who != "torch" and requests == 8:
         for part in ("scheduling and cache", "Python"):
-            share = parts[part] / sum(parts.values())
-            print(f"{dtype}, 8 requests: {part} {share:.1%} of a step")
+            fraction = parts[part] / sum(parts.values())
+            print(f"{dtype}, 8 requests: {part} {fraction:.1%} of a step")
 
 # %% [markdown]
-# The ratios are medians of steps taken in turn, in one process: above 1 the other side takes longer. It is transformers, or these kernels with sixteen copies. (*Mixed
-# lengths* are sixteen requests of different prompts and answers, against one padded batch.)
-# Against transformers least is won where a prompt is computed in float32. There both sides call the same product of the same
-# library, which takes most of the time; what is won lies between the products, and in a last layer whose MLP
-# computes one token instead of 512. Scheduling and cache are the Python of chapters 3 to
-# 7: a small share, for all they decide. The Python around the kernels is a larger one, although it calls but
-# one for all layers: it makes the plan, looks up the embeddings, lays them into lanes. The faster the kernels, the larger its share.
+# The ratios are medians of steps that alternate in one process: above 1 the other side takes longer.
+# (*Mixed lengths* are sixteen requests of different prompts and answers, against one padded batch.) Against
+# transformers least is won where a prompt is computed in float32. There both sides call the same product of
+# the same library; what is won lies between the products, and in a last layer whose MLP computes one token
+# instead of 512. Scheduling and cache are the Python of chapters 3 to 7: a small part, for all they decide.
+# The Python around the kernels is a larger one: it makes the plan, looks up the embeddings, lays them into
+# lanes.
 #
-# The shared prefix deserves a look. Sixteen requests that begin with the same 480 tokens read them once,
-# and the step is faster than the same step with sixteen copies. Prefix reuse is said to save prefill. Here
-# it saves decode time too, because the scheduler gave the requests the same *pages*, and not only equal ones.
-# How much can it be? What sharing takes away is the reading of what another request has read:
+# *Shared prefix* is sixteen requests that begin with the same 480 tokens, against sixteen copies. Prefix
+# reuse is said to save prefill. Here it saves decode time too, because the scheduler gave the requests the
+# same *pages*, and not only equal ones. How much can it be? What sharing takes away is the reading of what
+# another request has read:
 
 # %% name="most"
 for row in record["rows"]:
@@ -2207,22 +2387,19 @@ for row in record["rows"]:
         )
 
 # %% [markdown]
-# So the better everything else, the more it shows, and the better the contexts are read, the less. In bfloat16 they have half
-# the bytes, and the products of sixteen tokens hardly less work: there is little left to save.
+# In bfloat16 contexts have half the bytes, and the products of sixteen tokens hardly less work: there is
+# less to save.
 #
 # ## What still goes wrong
 #
-# The record was made on a machine that is shared with others, whose memory traffic is seen in the spread:
-# the ratios of one row can differ by a tenth and more from one reading to the next, and so will yours. A step of many
-# requests takes longer than its bytes, and the excess is spread: with sixteen in float32 [6](#bound) ms lie in the products,
-# [5](#bound) in the contexts, [3](#bound) in the head, and the rest in what lies between. In bfloat16 half the bytes are read, and the same number of products computed. Some
-# processors have instructions that multiply pairs of 16-bit numbers, and matrices of them, which these
-# kernels do not use. And fewer bytes would help everywhere: weights of 8 or 4
-# bits stay in the file, and are widened when they are loaded. The kernels are for float32 and bfloat16
-# on a CPU; on a GPU the page table is followed by nobody
-# yet, and contexts are gathered. And the first
-# step after an installation waits for the compiler, some twenty seconds, and a new format or number of lanes some
-# more.
+# The record was made on a machine that others use too: the ratios of one row can differ by a tenth and more
+# from one reading to the next, and so will yours. A step of many requests takes longer than its bytes, and
+# the excess is spread: with sixteen in float32 [6](#bound) ms lie in the products, [5](#bound) in the
+# contexts, [3](#bound) in the head, and the rest in what lies between. Some processors have instructions
+# that multiply pairs of 16-bit numbers, and matrices of them, which these kernels do not use. Weights of 8
+# or 4 bits stay in the file, and are widened when they are loaded. On a GPU contexts are still gathered.
+# And the first step after an installation waits for the compiler, and so does the first of each format and
+# number of lanes.
 #
 # ## Exercises
 #

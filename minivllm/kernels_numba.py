@@ -1,5 +1,7 @@
-# Exported from chapters/19_kernels.py (6e79f4cf): edit the chapter.
+# Exported from chapters/19_kernels.py (33afa55d): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +13,6 @@ from weakref import WeakKeyDictionary as Kept  # as long as the owner lives
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention import ChunkPlan, PagedAttention, Plan, shared_runs
@@ -20,7 +21,7 @@ from minivllm.model import Layer, RMSNorm, run_layers
 from minivllm.runner import Backend
 from minivllm.vectors import (
     LINE_BITS,
-    TURN,
+    STRETCH,
     Float,
     as_array,
     average,
@@ -29,25 +30,26 @@ from minivllm.vectors import (
     dots,
     elsewhere,
     exp,
+    in_parts,
     larger,
     load,
     now,
     put,
     score,
-    shared,
     store,
-    stream,
+    sweep,
     tile,
 )
 
-WIDE, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)  # registers
+# Numbers in a vector; rows in a tile.
+WIDTH, ROWS = (16, 16) if "+avx512f" in config.CPU_FEATURES else (8, 8)
 MOST = 32  # tokens: with more of them a product is work, and no longer reading
 SPAN = 128  # lanes that a core takes, where there are more
 
 
 def by_lanes(kernel: Callable[..., None]) -> Callable[..., None]:
     """The kernel for all lanes of its first array; it gets those of one core's part."""
-    part = shared(kernel)
+    part = in_parts(kernel)
 
     def run(*given: Any) -> None:
         lanes = given[0].shape[1]
@@ -76,7 +78,7 @@ def add_norm(
             normal[lane] = stream[lane] * scales[lane] * weight[i, 0]
 
 
-@shared
+@in_parts
 def gate_some(part: Any, gates: Any, ups: Any, out: Any) -> None:
     """A core's part of `gate`."""
     for i in range(part * SOME, min((part + 1) * SOME, len(out))):
@@ -88,7 +90,7 @@ SOME = 16_384  # numbers that a core takes
 
 @compiled
 def gate(both: Any, out: Any) -> None:
-    """out = silu(first half) * second half, [2 * wide, lanes] -> [wide, lanes]."""
+    """out = silu(first half) * second half, [2 * inner, lanes] -> [inner, lanes]."""
     gates, ups = both[: len(out)].reshape(-1), both[len(out) :].reshape(-1)
     told = out.reshape(-1)
     gate_some(-(-len(told) // SOME), gates, ups, told)
@@ -115,7 +117,7 @@ def norm_heads(
 
 @by_lanes
 def rotate(part: Any, span: Any, heads: Any, num_rows: int, cos: Any, sin: Any) -> None:
-    """Turn the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
+    """Rotate the first rows of [heads * head_dim, lanes]; cos, sin [half, lanes]."""
     first, last, half = part * span, (part + 1) * span, len(cos)
     for start in range(0, num_rows, 2 * half):
         for i in range(half):
@@ -137,19 +139,19 @@ def weigh(scores: Any) -> Any:
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - largest)
         total += scores[i]
-    share = Float(1) / total
+    scale = Float(1) / total
     for i in range(len(scores)):
-        scores[i] *= share
+        scores[i] *= scale
     return largest + np.log(total)
 
 
 def shape_of_reads(head_dim: int, group: int) -> tuple[int, int, int, int]:
-    """Heads and slots at a time, as many sums as registers hold; head_dim; lanes."""
-    lanes, most = math.gcd(head_dim, WIDE), WIDE + WIDE // 2
+    """Heads and slots at a time, as many sums as registers hold; head_dim; width."""
+    width, most = math.gcd(head_dim, WIDTH), WIDTH + WIDTH // 2
     fits = (n for n in range(group, 1, -1) if group % n == 0)
-    heads = next((n for n in fits if n * head_dim <= most * lanes), 1)
-    slots = next(n for n in (8, 4, 2, 1) if n <= lanes and n * heads <= most)
-    return heads, slots, head_dim, lanes
+    heads = next((n for n in fits if n * head_dim <= most * width), 1)
+    slots = next(n for n in (8, 4, 2, 1) if n <= width and n * heads <= most)
+    return heads, slots, head_dim, width
 
 
 STRIP = 16  # slots that are averaged for a head before the next
@@ -199,10 +201,10 @@ def make_attend(head_dim: int, group: int) -> Callable[..., None]:
                 column = head // group * head_dim
                 average(scores, head, values, column, slots, first, end, told, shape)
 
-    return shared(attend)
+    return in_parts(attend)
 
 
-PIECE = 128  # tokens of context: enough of them to share among cores, few to merge
+PIECE = 128  # tokens of context: enough to divide among cores, few to merge
 SHARED = 256  # the same, for a context that several share
 LONGER = 512  # for the new tokens of a prompt
 READERS = 16  # new tokens of a prompt that read it together
@@ -277,9 +279,9 @@ def slot_tables(chunks: Sequence[ChunkPlan], page_size: int) -> Any:
     return slots.reshape(len(chunks), -1)
 
 
-def as_table(rows: Iterable[Sequence[int]], width: int) -> Any:
+def as_table(rows: Iterable[Sequence[int]], size: int) -> Any:
     """Rows of numbers as an array; quicker than `np.array` finds out what they are."""
-    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, width)
+    return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, size)
 
 
 Numbers = list[tuple[int, ...]]
@@ -322,40 +324,26 @@ FEW = 8  # tokens
 BLOCK = 96  # outputs that a core takes
 
 
-def product_of_few(lanes: int) -> Callable[..., None]:
-    """A block of a product for few tokens, x [tokens, inputs]."""
-    rows = 4 if lanes == 1 else max(1, WIDE // 5)  # as many sums as registers hold
-    shape = (rows, lanes, WIDE)
-
-    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        last = min(len(weight), (block + 1) * BLOCK)
-        for at in range(block * BLOCK, last, rows):
-            dots(weight, min(at, last - rows), x, out, shape)
-
-    return multiply
-
-
-def product_of_many(lanes: int) -> Callable[..., None]:
-    """A block of a product for more, x [inputs, lanes]."""
-    vectors = min(2, lanes // WIDE)
-    rows = ROWS // vectors
-    shape = (rows, vectors, WIDE)
-
-    def multiply(block: Any, x: Any, weight: Any, out: Any) -> None:
-        last = min(len(weight), (block + 1) * BLOCK)
-        for at in range(block * BLOCK, last, rows):
-            first = min(at, len(weight) - rows)  # the last: some of them again
-            for lane in range(0, lanes, vectors * WIDE):
-                stream(weight, first, x, lane, out, shape)
-
-    return multiply
-
-
 @cache
 def make_multiply(lanes: int) -> Callable[..., None]:
     """The product's kernel for so many lanes."""
-    few = lanes <= FEW
-    blocks = shared(product_of_few(lanes) if few else product_of_many(lanes))
+    if few := lanes <= FEW:
+        read, step = dots, lanes
+        shape = 4 if lanes == 1 else max(1, WIDTH // 5), lanes, WIDTH
+    else:
+        vectors = min(2, lanes // WIDTH)
+        read, step = sweep, vectors * WIDTH
+        shape = ROWS // vectors, vectors, WIDTH
+    rows = shape[0]  # as many sums as registers hold
+
+    def multiply_block(block: Any, x: Any, weight: Any, out: Any) -> None:
+        last = min(len(weight), (block + 1) * BLOCK)
+        for at in range(block * BLOCK, last, rows):
+            first = min(at, len(weight) - rows)  # the last: some of them again
+            for lane in range(0, lanes, step):
+                read(weight, first, x, lane, out, shape)
+
+    blocks = in_parts(multiply_block)
 
     def multiply(product: Any, x: Any, out: Any, num_tokens: Any) -> None:
         """out = weight times x, plus bias: [inputs, lanes] -> [outputs, lanes]."""
@@ -369,9 +357,42 @@ def make_multiply(lanes: int) -> Callable[..., None]:
     return compiled(multiply)
 
 
+@cache
+def make_gather(head_dim: int) -> Callable[..., None]:
+    """Copies a head of some slots."""
+    width = math.gcd(head_dim, 16)
+
+    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
+        """out[i] = the head that begins at `start` in slots[i], as float32."""
+        for i in range(len(slots)):
+            for j in range(0, head_dim, width):
+                store(out, i, j, load(memory, slots[i], start + j, width))
+
+    return compiled(gather)
+
+
+@cache
+def make_tiles(transposed: int) -> Callable[..., None]:
+    """A product of small arrays, on one core: weight, or weight transposed, times x."""
+    large, small = ((HALF, vectors, WIDTH, transposed) for vectors in (3, 1))
+
+    def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
+        columns, step = x.shape[1], 3 * WIDTH
+        for row in range(0, len(out), HALF):
+            for column in range(0, columns - columns % step, step):
+                tile(weight, row, x, column, out, large)
+            for column in range(columns - columns % step, columns, WIDTH):
+                tile(weight, row, x, column, out, small)
+
+    return compiled(multiply_tiles)
+
+
+HALF = ROWS // 2  # three vectors of sums for each: the registers are full
+
+
 @compiled
-def weigh_lanes(scores: Any, seen: Any) -> Any:
-    """Each column of scores [tokens, lanes] becomes weights, as far as it has `seen`.
+def weigh_queries(scores: Any, seen: Any) -> Any:
+    """Each column of scores [tokens, queries] becomes weights, as far as it has `seen`.
 
     They are not divided by their sums yet. The largest scores, and the sums.
     """
@@ -379,15 +400,15 @@ def weigh_lanes(scores: Any, seen: Any) -> Any:
     total = np.zeros(scores.shape[1], np.float32)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            score = scores[row, lane] if i < seen[lane] else Float(-3.4e38)
-            largest[lane] = larger(largest[lane], score)
+        for query in range(scores.shape[1]):
+            score = scores[row, query] if i < seen[query] else Float(-3.4e38)
+            largest[query] = larger(largest[query], score)
     for row in range(len(scores)):
         i = np.int32(row)
-        for lane in range(scores.shape[1]):
-            weight = exp(scores[row, lane] - largest[lane])
-            scores[row, lane] = weight if i < seen[lane] else Float(0)
-            total[lane] += scores[row, lane]
+        for query in range(scores.shape[1]):
+            weight = exp(scores[row, query] - largest[query])
+            scores[row, query] = weight if i < seen[query] else Float(0)
+            total[query] += scores[row, query]
     return largest, total
 
 
@@ -417,8 +438,8 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         table, start, end, first, last = runs[job // num_kv_heads]
         slots, some = tables[table, start:end], readers[first:last]
         rows = -(-len(slots) // ROWS) * ROWS
-        lanes = -(-len(some) * group // WIDE) * WIDE
-        asked, seen = np.zeros((deep, lanes), np.float32), np.zeros(lanes, np.int32)
+        queries = -(-len(some) * group // WIDTH) * WIDTH
+        asked, seen = np.zeros((deep, queries), np.float32), np.zeros(queries, np.int32)
         for g in range(group):
             for j in range(head_dim):
                 row = (kv * group + g) * head_dim + j
@@ -430,68 +451,35 @@ def make_attend_together(head_dim: int, group: int) -> Callable[..., None]:
         known[len(slots) :] = 0
         known[:, head_dim:] = 0
         gather(keys, slots, kv * head_dim, known)
-        scores = np.empty((rows, lanes), np.float32)
+        scores = np.empty((rows, queries), np.float32)
         multiply_tiles(known, asked, scores)
-        largest, total = weigh_lanes(scores, seen)
+        largest, total = weigh_queries(scores, seen)
         gather(values, slots, kv * head_dim, known)
         average_tiles(known, scores, asked)
-        for lane in range(lanes):
-            total[lane] = max(total[lane], Float(1e-30))  # of a lane that has no reader
-            largest[lane] += np.log(total[lane])
+        for query in range(queries):
+            total[query] = max(total[query], Float(1e-30))  # no reader's
+            largest[query] += np.log(total[query])
         for j in range(head_dim):
-            for lane in range(lanes):
-                asked[j, lane] /= total[lane]
+            for query in range(queries):
+                asked[j, query] /= total[query]
         token = some[0, 0]
         alone = ends[token] - (ends[token - 1] if token else 0) == 1
         for g in range(group):
-            head, lane = kv * group + g, g * len(some)
+            head, query = kv * group + g, g * len(some)
             if alone:
                 for j in range(head_dim):
                     for i in range(len(some)):
-                        out[head * head_dim + j, some[i, 0]] = asked[j, lane + i]
+                        out[head * head_dim + j, some[i, 0]] = asked[j, query + i]
             else:
                 for i in range(len(some)):
-                    log_sums[first + i, head] = largest[lane + i]
+                    log_sums[first + i, head] = largest[query + i]
                     for j in range(head_dim):
-                        found[first + i, head, j] = asked[j, lane + i]
+                        found[first + i, head, j] = asked[j, query + i]
 
-    return shared(attend_together)
-
-
-@cache
-def make_gather(head_dim: int) -> Callable[..., None]:
-    """Copies a head of some slots."""
-    wide = math.gcd(head_dim, 16)
-
-    def gather(memory: Any, slots: Any, start: Any, out: Any) -> None:
-        """out[i] = the head that begins at `start` in slots[i], as float32."""
-        for i in range(len(slots)):
-            for j in range(0, head_dim, wide):
-                store(out, i, j, load(memory, slots[i], start + j, wide))
-
-    return compiled(gather)
+    return in_parts(attend_together)
 
 
-@cache
-def make_tiles(turned: int) -> Callable[..., None]:
-    """A product of small arrays, on one core: weight, or weight turned, times x."""
-    large, small = ((HALF, vectors, WIDE, turned) for vectors in (3, 1))
-
-    def multiply_tiles(weight: Any, x: Any, out: Any) -> None:
-        lanes, step = x.shape[1], 3 * WIDE
-        for row in range(0, len(out), HALF):
-            for lane in range(0, lanes - lanes % step, step):
-                tile(weight, row, x, lane, out, large)
-            for lane in range(lanes - lanes % step, lanes, WIDE):
-                tile(weight, row, x, lane, out, small)
-
-    return compiled(multiply_tiles)
-
-
-HALF = ROWS // 2  # three vectors of sums for each: the registers are full
-
-
-@shared
+@in_parts
 def merge(
     head: Any, found: Any, log_sums: Any, merged: Any, order: Any, ends: Any, out: Any
 ) -> None:
@@ -517,7 +505,7 @@ def multiply_many(product: Any, x: Any, out: Any, num_tokens: int) -> None:
     """As `make_multiply`'s, by PyTorch."""
     weight, bias = (torch.from_numpy(each) for each in product)
     weight = weight.view(torch.bfloat16) if weight.dtype == torch.uint16 else weight
-    given, told = (torch.from_numpy(each)[:, :num_tokens] for each in (x, out))
+    given, told = (torch.as_tensor(each)[:, :num_tokens] for each in (x, out))
     torch.mm(weight.float(), given, out=told)
     if len(bias):
         told += bias
@@ -545,8 +533,8 @@ class ReadProduct:
         if not len(x):
             return x.new_empty(0, len(self.weight))
         if len(x) > MOST:
-            bias = torch.from_numpy(self.arrays[1][:, 0])
-            told = F.linear(x.float(), self.weight.float(), bias if len(bias) else None)
+            told = torch.empty(len(x), len(self.weight))
+            multiply_many(self.arrays, x.float().t(), told.t(), len(x))
             return told.to(x.dtype)
         lanes = lanes_for(len(x))
         if lanes not in self._room:
@@ -554,23 +542,6 @@ class ReadProduct:
         out = self._room[lanes]
         make_multiply(lanes)(self.arrays, as_lanes(x), out, len(x))
         return as_rows(out, np.arange(len(x)), x.new_empty(len(x), len(self.weight)))
-
-
-def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
-    """Some lanes of [features, lanes] -> [tokens, features]."""
-    turn(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
-    return out
-
-
-@shared
-def turn(block: Any, columns: Any, chosen: Any, out: Any) -> None:
-    """Each chosen lane as a row, in the format of the result."""
-    first, last = block * BLOCK, (block + 1) * BLOCK
-    some, told = columns[first:last], out[:, first:last]
-    for row in range(len(chosen)):
-        lane = some[:, chosen[row]]
-        for i in range(len(lane)):
-            put(told, row, i, lane[i])
 
 
 def lanes_for(num_tokens: int) -> int:
@@ -597,10 +568,27 @@ def fill(out: Any, x: Tensor) -> Any:
     return out
 
 
+def as_rows(columns: Any, chosen: Any, out: Tensor) -> Tensor:
+    """Some lanes of [features, lanes] -> [tokens, features]."""
+    to_rows(-(-len(columns) // BLOCK), columns, chosen, as_array(out))
+    return out
+
+
+@in_parts
+def to_rows(block: Any, columns: Any, chosen: Any, out: Any) -> None:
+    """Each chosen lane as a row, in the format of the result."""
+    first, last = block * BLOCK, (block + 1) * BLOCK
+    some, told = columns[first:last], out[:, first:last]
+    for row in range(len(chosen)):
+        lane = some[:, chosen[row]]
+        for i in range(len(lane)):
+            put(told, row, i, lane[i])
+
+
 def read_product(weight: Tensor, bias: Tensor | None) -> Multiply:
     """The product of a weight that the kernels can read, or else packed."""
     num_outputs, num_inputs = weight.shape
-    if num_outputs < ROWS or num_inputs < TURN or num_inputs % 16:
+    if num_outputs < ROWS or num_inputs < STRETCH or num_inputs % 16:
         packed = packed_product(weight, bias)
         return lambda x: packed(x.to(weight.dtype))
     return ReadProduct(weight, bias)
@@ -653,11 +641,11 @@ def write(
     part: Any, span: Any, heads: Any, first: Any, slots: Any, keys: Any, values: Any
 ) -> None:
     """Store each lane's key and value, rows of `heads` from `first` on, in its slot."""
-    width = keys.shape[1]
+    size = keys.shape[1]
     for lane in range(part * span, min((part + 1) * span, len(slots))):
-        for j in range(width):
+        for j in range(size):
             put(keys, slots[lane], j, heads[first + j, lane])
-            put(values, slots[lane], j, heads[first + width + j, lane])
+            put(values, slots[lane], j, heads[first + size + j, lane])
 
 
 @cache
@@ -694,7 +682,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         layer: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
     ) -> None:
@@ -708,7 +696,7 @@ def make_layer(lanes: int, head_dim: int, group: int) -> tuple[Any, Any]:
         start_s = note(spent, PRODUCTS, start_s)
         norm_heads(heads, head_norm, eps[1], head_dim)
         start_s = note(spent, NORMS, start_s)
-        rotate(heads, len(seen) + layer[-1].shape[1], turns[0], turns[1])
+        rotate(heads, len(seen) + layer[-1].shape[1], rotation[0], rotation[1])
         start_s = note(spent, ROTATION, start_s)
         find(heads, layer[-2:], plan, found, seen)
         note(spent, ATTENTION, start_s)
@@ -738,7 +726,7 @@ def finish(room: Any, end: Any, spent: Any) -> None:
     chosen, out, weight, eps = end
     start_s = clock()
     add_norm(room[0], room[1], weight, eps, room[2])
-    turn(-(-len(room[2]) // BLOCK), room[2], chosen, out)
+    to_rows(-(-len(room[2]) // BLOCK), room[2], chosen, out)
     note(spent, NORMS, start_s)
 
 
@@ -755,14 +743,14 @@ def make_layers(lanes: int, head_dim: int, group: int) -> Callable[..., None]:
         addresses: Any,
         eps: Any,
         plan: Any,
-        turns: Any,
+        rotation: Any,
         found: Any,
         spent: Any,
         end: Any,
     ) -> None:
         for i in range(len(addresses)):
             layer = elsewhere(first, addresses[i])
-            look(number, room, layer, eps, plan, turns, found, spent)
+            look(number, room, layer, eps, plan, rotation, found, spent)
             think(number, room, layer, eps, spent)
         finish(room, end, spent)
 
@@ -812,8 +800,8 @@ class CompiledLayers:
             return run_layers(layers, norm, x, memory, plan, angles, rows)
         layer, lanes = layers[0], lanes_for(len(x))
         room = self._room_for(layer, x)
-        turns = as_lanes(angles.cos()), as_lanes(angles.sin())
-        rest = plan.arrays, turns, make_found(layer, plan), self._spent
+        rotation = as_lanes(angles.cos()), as_lanes(angles.sin())
+        rest = plan.arrays, rotation, make_found(layer, plan), self._spent
         given, chosen = (eps_of(layer), *rest), rows.numpy()
         out, last = torch.empty(len(rows), x.shape[1]), self._norm_of(norm)
         end = out.numpy(), last, Float(norm.eps)
@@ -847,6 +835,15 @@ class CompiledLayers:
             think(number, room, own, given[0], self._spent)
         return room, chosen
 
+    def _narrowed(self, room: Room, layer: Layer, chosen: Any) -> Room:
+        """Room for some tokens, with their part of the stream and of what was seen."""
+        stream, seen = (
+            torch.from_numpy(each[:, chosen]).t() for each in (room.stream, room.seen)
+        )
+        less = self._room_for(layer, stream)
+        fill(less.seen, seen)
+        return less
+
     def _norm_of(self, norm: RMSNorm) -> Any:
         if norm not in self._norms:
             self._norms[norm] = norm_of((norm, 1))
@@ -865,15 +862,6 @@ class CompiledLayers:
         fill(rooms[lanes].stream, x)
         rooms[lanes].delta[:] = 0
         return rooms[lanes]
-
-    def _narrowed(self, room: Room, layer: Layer, chosen: Any) -> Room:
-        """Room for some tokens, with their part of the stream and of what was seen."""
-        stream, seen = (
-            torch.from_numpy(each[:, chosen]).t() for each in (room.stream, room.seen)
-        )
-        less = self._room_for(layer, stream)
-        fill(less.seen, seen)
-        return less
 
     def _arrays_of(
         self, layers: Sequence[Layer], memory: Sequence[PagedAttention]

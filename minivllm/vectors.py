@@ -1,5 +1,7 @@
-# Exported from chapters/19_kernels.py (05026191): edit the chapter.
+# Exported from chapters/19_kernels.py (8308b8ab): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
+
+from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -92,8 +94,8 @@ HAS_TEAM = has_team()
 
 
 @intrinsic
-def _share(typing: Any, part: Any, number: Any, given: Any) -> Any:
-    """part(i, *given) for each i below a number, shared out among the threads."""
+def _hand_out(typing: Any, part: Any, number: Any, given: Any) -> Any:
+    """part(i, *given) for each i below a number, handed out to the threads."""
     kinds = (types.intp, *given)
     signature = part.get_call_type(typing, kinds, {})
     made = part.dispatcher.overloads[signature.args]
@@ -126,15 +128,15 @@ def write_team(
     unpacked = own.load(own.bitcast(member.args[0], room.type))
     end, given, flag, next_one = cgutils.unpack_tuple(own, unpacked, 4)
     items, call = cgutils.unpack_tuple(own, given), context.call_internal_no_propagate
-    turn = own.append_basic_block()
-    own.branch(turn)
-    own.position_at_end(turn)
+    loop = own.append_basic_block()
+    own.branch(loop)
+    own.position_at_end(loop)
     i = own.atomic_rmw("add", next_one, ir.Constant(count, 1), "monotonic")
     with own.if_then(own.icmp_signed("<", i, end)):
         status, _ = call(own, function, signature, [i, *items])
         with own.if_then(status.is_error, likely=False):
             own.store(ir.Constant(ir.IntType(1), 1), flag)
-        own.branch(turn)
+        own.branch(loop)
     own.ret_void()
     few = builder.icmp_signed("<", values[0], ir.Constant(count, 2))
     as_many_as_set, alone = ir.Constant(number, 0), ir.Constant(number, 1)
@@ -155,15 +157,15 @@ def call_outside(builder: Any, name: str, result: Any, given: Sequence[Any]) -> 
     )
 
 
-share = cast(Any, _share)
+hand_out = cast(Any, _hand_out)
 
 
-def shared(part: Callable[..., None]) -> Callable[..., None]:
+def in_parts(part: Callable[..., None]) -> Callable[..., None]:
     """A kernel that does part(i, *given) for each i below its first argument."""
     one = compiled(part)
 
     def by_all(number: Any, *given: Any) -> None:
-        share(one, number, given)
+        hand_out(one, number, given)
 
     def by_one(number: Any, *given: Any) -> None:
         for i in range(number):
@@ -209,14 +211,14 @@ def exp(x: Any) -> Any:
     """e**x, x held between -87 and 88: a power of 2 by its bits, and a polynomial."""
     y = min(max(x, Float(-87.0)), Float(88.0)) * Float(1.44269504)
     whole = np.floor(y + Float(0.5))
-    part = y - whole
+    rest = y - whole
     p = Float(1.535336e-4)
-    p = p * part + Float(1.339887e-3)
-    p = p * part + Float(9.618437e-3)
-    p = p * part + Float(5.550332e-2)
-    p = p * part + Float(2.402265e-1)
-    p = p * part + Float(6.931472e-1)
-    p = p * part + Float(1.0)
+    p = p * rest + Float(1.339887e-3)
+    p = p * rest + Float(9.618437e-3)
+    p = p * rest + Float(5.550332e-2)
+    p = p * rest + Float(2.402265e-1)
+    p = p * rest + Float(6.931472e-1)
+    p = p * rest + Float(1.0)
     return p * float_of(np.uint32((whole + Float(127.0)) * Float(2**23)))
 
 
@@ -250,9 +252,9 @@ LINE_BITS = 512  # what memory brings at a time
 class Vector(types.Type):
     """So many float32, side by side."""
 
-    def __init__(self, lanes: int) -> None:
-        super().__init__(f"Vector({lanes})")
-        self.lanes = lanes
+    def __init__(self, width: int) -> None:
+        super().__init__(f"Vector({width})")
+        self.width = width
 
 
 @register_model(Vector)
@@ -260,7 +262,7 @@ class VectorModel(models.PrimitiveModel):
     """A `Vector` is one value for LLVM too."""
 
     def __init__(self, manager: Any, kind: Vector) -> None:
-        llvm_kind = ir.VectorType(FLOAT, kind.lanes)
+        llvm_kind = ir.VectorType(FLOAT, kind.width)
         super().__init__(manager, kind, llvm_kind)  # type: ignore[no-untyped-call]
 
 
@@ -285,32 +287,38 @@ class Writer:
         start = b.gep(b.bitcast(made.data, BYTE.as_pointer()), [row])
         return b.gep(b.bitcast(start, made.data.type), [j])
 
-    def load(self, at: Any, bits: int, lanes: int) -> Any:
+    def load(self, at: Any, bits: int, width: int) -> Any:
         """The numbers from an address on; 16 bits are the upper half of a float32."""
-        b, source = self.builder, ir.VectorType(ir.IntType(bits), lanes)
+        b, source = self.builder, ir.VectorType(ir.IntType(bits), width)
         given = b.load(b.bitcast(at, source.as_pointer()), align=bits // 8)
         if bits == 16:
-            wide = ir.VectorType(INT, lanes)
-            given = b.shl(b.zext(given, wide), ir.Constant(wide, [16] * lanes))
-        return b.bitcast(given, ir.VectorType(FLOAT, lanes))
+            words = ir.VectorType(INT, width)
+            given = b.shl(b.zext(given, words), ir.Constant(words, [16] * width))
+        return b.bitcast(given, ir.VectorType(FLOAT, width))
 
     def store(self, vector: Any, at: Any) -> None:
         """To an address of float32."""
         at = self.builder.bitcast(at, vector.type.as_pointer())
         self.builder.store(vector, at, align=4)
 
-    def spread(self, number: Any, lanes: int) -> Any:
-        """The same in all lanes."""
-        kind, zeros = ir.VectorType(number.type, lanes), ir.VectorType(INT, lanes)
+    def ask(self, at: Any) -> None:
+        """Let memory bring what is at an address, and go on."""
+        reading, near, data = (ir.Constant(INT, n) for n in (0, 3, 1))
+        given = [self.builder.bitcast(at, BYTE.as_pointer()), reading, near, data]
+        call_outside(self.builder, "llvm.prefetch.p0", ir.VoidType(), given)
+
+    def spread(self, number: Any, width: int) -> Any:
+        """The same, everywhere in a vector."""
+        kind, zeros = ir.VectorType(number.type, width), ir.VectorType(INT, width)
         nothing = ir.Constant(kind, ir.Undefined)
         one = self.builder.insert_element(nothing, number, ir.Constant(INT, 0))
         return self.builder.shuffle_vector(
-            one, nothing, ir.Constant(zeros, [0] * lanes)
+            one, nothing, ir.Constant(zeros, [0] * width)
         )
 
-    def zero(self, lanes: int) -> Any:
-        """0 in all lanes."""
-        return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+    def zero(self, width: int) -> Any:
+        """0, everywhere in a vector."""
+        return ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c."""
@@ -320,7 +328,7 @@ class Writer:
     def sums(self, vectors: Sequence[Any]) -> Any:
         """One number for each of some vectors, side by side.
 
-        They are a power of two, and not more than a vector has lanes.
+        They are a power of two, and not more than a vector is wide.
 
         Halves are added, and theirs. Two vectors of halves are one vector, so the work
         shrinks as their number does.
@@ -330,20 +338,14 @@ class Writer:
         while block > 1:
             block, alone = block // 2, len(vectors) == 1
             pairs = [*zip(vectors[::2], vectors[not alone :: 2], strict=True)]
-            lanes = vectors[0].type.count // (1 + alone)
-            starts = range(0, 2 * lanes, 2 * block)
+            width = vectors[0].type.count // (1 + alone)
+            starts = range(0, 2 * width, 2 * block)
             left = [start + k for start in starts for k in range(block)]
-            kind = ir.VectorType(INT, lanes)
+            kind = ir.VectorType(INT, width)
             chosen = [ir.Constant(kind, [i + by for i in left]) for by in (0, block)]
             halves = [[shuffle(a, b, which) for which in chosen] for a, b in pairs]
             vectors = [add(a, b, flags=LOOSE) for a, b in halves]
         return vectors[0]
-
-    def ask(self, at: Any) -> None:
-        """Let memory bring what is at an address, and go on."""
-        reading, near, data = (ir.Constant(INT, n) for n in (0, 3, 1))
-        given = [self.builder.bitcast(at, BYTE.as_pointer()), reading, near, data]
-        call_outside(self.builder, "llvm.prefetch.p0", ir.VoidType(), given)
 
 
 Write = Callable[[Writer, Sequence[Any]], Any]
@@ -360,13 +362,13 @@ def written(result: Any, kinds: Sequence[Any], write: Write) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _load(typing: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
-    many, bits = lanes.literal_value, array.dtype.bitwidth
+def _load(typing: Any, array: Any, i: Any, j: Any, width: Any) -> Any:
+    many, bits = width.literal_value, array.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> Any:
         return writer.load(writer.address(array, *given[:3]), bits, many)
 
-    return written(Vector(many), [array, types.intp, types.intp, lanes], write)
+    return written(Vector(many), [array, types.intp, types.intp, width], write)
 
 
 @intrinsic
@@ -419,9 +421,9 @@ class Reader:
         place = self.writer.builder.add(self.column, self.writer.index(j))
         return self.writer.address(self.kind, self.memory, slot, place)
 
-    def read(self, slot: Any, j: int, lanes: int) -> Any:
+    def read(self, slot: Any, j: int, width: int) -> Any:
         """Some numbers of a head."""
-        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, lanes)
+        return self.writer.load(self.at(slot, j), self.kind.dtype.bitwidth, width)
 
     def ask(self, slot: Any, head_dim: int) -> None:
         """Let memory bring a head."""
@@ -443,9 +445,9 @@ def _score(
 ) -> Any:
     """scores[head + g, i] = asked[head + g] * the key in slots[i], from `column` on.
 
-    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, lanes).
+    For some i from `first` on; `shape` is (heads, slots at a time, head_dim, width).
     """
-    group, many, head_dim, lanes = (each.literal_value for each in shape)
+    group, many, head_dim, width = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         queries, start, memory, begin, places, i, told, _ = given
@@ -455,12 +457,12 @@ def _score(
         some = [reader.slot(i, n) for n in range(many)]
         for n in range(many):
             reader.ask(reader.slot(i, many + n), head_dim)
-        sums = [[writer.zero(lanes)] * many for _ in heads]
-        for j in range(0, head_dim, lanes):
+        sums = [[writer.zero(width)] * many for _ in heads]
+        for j in range(0, head_dim, width):
             places_of = [writer.address(asked, queries, h, index(j)) for h in heads]
-            wanted = [writer.load(at, 32, lanes) for at in places_of]
+            wanted = [writer.load(at, 32, width) for at in places_of]
             for n, slot in enumerate(some):
-                key = reader.read(slot, j, lanes)
+                key = reader.read(slot, j, width)
                 for own, query in zip(sums, wanted, strict=True):
                     own[n] = writer.multiply_add(query, key, own[n])
         for own, h in zip(sums, heads, strict=True):
@@ -485,31 +487,31 @@ def _average(
 ) -> Any:
     """out[head + g] += the sum of scores[head + g, i] * the value in slots[i].
 
-    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, lanes).
+    For i from `first` to `end`; `shape` is (heads, slots at a time, head_dim, width).
     """
-    group, _, head_dim, lanes = (each.literal_value for each in shape)
+    group, _, head_dim, width = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
         weights, start, memory, begin, places, from_slot, to_slot, told, _ = given
         index, b = writer.index, writer.builder
         reader = Reader(writer, (values, memory), (slots, places), begin)
         heads = [b.add(start, index(g)) for g in range(group)]
-        parts = [index(j) for j in range(0, head_dim, lanes)]
+        parts = [index(j) for j in range(0, head_dim, width)]
         places_of = [[writer.address(out, told, h, j) for j in parts] for h in heads]
         totals = [
-            [cgutils.alloca_once_value(b, writer.load(at, 32, lanes)) for at in row]
+            [cgutils.alloca_once_value(b, writer.load(at, 32, width)) for at in row]
             for row in places_of
         ]
         steps = (from_slot, to_slot, index(1))
         with cgutils.for_range_slice(b, *steps, inc=True) as (i, _):
             slot = reader.slot(i, 0)
             reader.ask(reader.slot(i, AHEAD), head_dim)
-            found = [reader.read(slot, j, lanes) for j in range(0, head_dim, lanes)]
+            found = [reader.read(slot, j, width) for j in range(0, head_dim, width)]
             for own, h in zip(totals, heads, strict=True):
-                share = b.load(writer.address(scores, weights, h, i))
-                share = writer.spread(share, lanes)
+                weight = b.load(writer.address(scores, weights, h, i))
+                weight = writer.spread(weight, width)
                 for total, value in zip(own, found, strict=True):
-                    b.store(writer.multiply_add(share, value, b.load(total)), total)
+                    b.store(writer.multiply_add(weight, value, b.load(total)), total)
         for own, row in zip(totals, places_of, strict=True):
             for total, at in zip(own, row, strict=True):
                 writer.store(b.load(total), at)
@@ -523,147 +525,161 @@ score, average = cast(Any, (_score, _average))
 
 
 @intrinsic(prefer_literal=True)
-def _dots(typing: Any, rows: Any, first: Any, x: Any, out: Any, shape: Any) -> Any:
-    """out[first + r, t] = rows[first + r] * x[t]; `shape` is (rows, tokens, wide)."""
-    many, tokens, wide = (each.literal_value for each in shape)
+def _dots(
+    typing: Any, rows: Any, first: Any, x: Any, token: Any, out: Any, shape: Any
+) -> Any:
+    """out[first + r, t] = rows[first + r] * x[t], for some tokens t from `token` on.
+
+    `shape` is (rows, tokens, width).
+    """
+    many, tokens, width = (each.literal_value for each in shape)
     bits = rows.dtype.bitwidth
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, inputs, told, _ = given
+        weight, start, inputs, from_token, told, _ = given
         index, b = writer.index, writer.builder
-        none = writer.zero(wide)
+        none = writer.zero(width)
         places = [b.add(start, index(r)) for r in range(many)]
+        asked = [b.add(from_token, index(t)) for t in range(tokens)]
         sums = [
             [cgutils.alloca_once_value(b, none) for _ in range(tokens)] for _ in places
         ]
         end = b.extract_value(writer.array(rows, weight).shape, 1)
-        with cgutils.for_range_slice(b, index(0), end, index(wide), inc=True) as (i, _):
+        with cgutils.for_range_slice(b, index(0), end, index(width), inc=True) as (
+            i,
+            _,
+        ):
             some = [writer.address(rows, weight, place, i) for place in places]
-            weights = [writer.load(at, bits, wide) for at in some]
-            for t in range(tokens):
-                taken = writer.load(writer.address(x, inputs, index(t), i), 32, wide)
+            weights = [writer.load(at, bits, width) for at in some]
+            for t, token in enumerate(asked):
+                taken = writer.load(writer.address(x, inputs, token, i), 32, width)
                 for own, row in zip(weights, sums, strict=True):
                     b.store(writer.multiply_add(own, taken, b.load(row[t])), row[t])
             for place in places:
                 later = b.add(place, index(many))
                 writer.ask(writer.address(rows, weight, later, i))
         for place, row in zip(places, sums, strict=True):
-            at = writer.address(out, told, place, index(0))
+            at = writer.address(out, told, place, from_token)
             writer.store(writer.sums([b.load(total) for total in row]), at)
 
     i = types.intp
-    return written(types.void, [rows, i, x, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
 dots = cast(Any, _dots)
 
 
 class Tile:
-    """Writes sums [rows, vectors * wide] that stay in registers."""
+    """Writes sums [rows, vectors * width] that stay in registers."""
 
-    def __init__(self, writer: Writer, num_rows: int, vectors: int, wide: int) -> None:
-        self.writer, self.wide, self.starts = (
+    def __init__(self, writer: Writer, num_rows: int, vectors: int, width: int) -> None:
+        self.writer, self.width, self.starts = (
             writer,
-            wide,
-            range(0, vectors * wide, wide),
+            width,
+            range(0, vectors * width, width),
         )
-        b, none = writer.builder, writer.zero(wide)
+        b, none = writer.builder, writer.zero(width)
         self.totals = [
             [cgutils.alloca_once_value(b, none) for _ in self.starts]
             for _ in range(num_rows)
         ]
 
-    def add(self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, lane: Any) -> None:
-        """To each row: its number, at an address, times x[i, lane:]."""
+    def add(
+        self, numbers: Sequence[Any], kind: Any, x: Any, i: Any, column: Any
+    ) -> None:
+        """To each row: its number, at an address, times x[i, column:]."""
         writer, b, taken = self.writer, self.writer.builder, []
         for start in self.starts:
-            at = writer.address(kind, x, i, b.add(lane, writer.index(start)))
-            taken.append(writer.load(at, 32, self.wide))
+            at = writer.address(kind, x, i, b.add(column, writer.index(start)))
+            taken.append(writer.load(at, 32, self.width))
         for at, row in zip(numbers, self.totals, strict=True):
-            number = writer.spread(b.load(at), self.wide)
+            number = writer.spread(b.load(at), self.width)
             for total, other in zip(row, taken, strict=True):
                 b.store(writer.multiply_add(number, other, b.load(total)), total)
 
-    def store(self, kind: Any, out: Any, first: Any, lane: Any) -> None:
-        """As out[first + r, lane:]."""
+    def store(self, kind: Any, out: Any, first: Any, column: Any) -> None:
+        """As out[first + r, column:]."""
         writer, b = self.writer, self.writer.builder
         for r, row in enumerate(self.totals):
             for total, start in zip(row, self.starts, strict=True):
-                place = b.add(first, writer.index(r)), b.add(lane, writer.index(start))
+                place = (
+                    b.add(first, writer.index(r)),
+                    b.add(column, writer.index(start)),
+                )
                 writer.store(b.load(total), writer.address(kind, out, *place))
 
 
-TURN, WORDS = 32, 16  # numbers of a row at a time; how many words they are in 16 bits
-SOON = 3 * TURN  # numbers later
+STRETCH, WORDS = 32, 16  # numbers of a row at a time; their words, in 16 bits
+SOON = 3 * STRETCH  # numbers later
 
 
 def split(writer: Writer, rows: Sequence[Any], room: Any) -> None:
-    """From each address on: a turn's even numbers, then the odd ones, as float32."""
+    """From each address on: a stretch's even numbers, then the odd ones, as float32."""
     b, words = writer.builder, ir.VectorType(INT, WORDS)
     upper, by = (ir.Constant(words, [n] * WORDS) for n in (0xFFFF0000, 16))
     for r, at in enumerate(rows):
         both = b.load(b.bitcast(at, words.as_pointer()), align=2)
         for k, half in enumerate((b.shl(both, by), b.and_(both, upper))):
-            there = b.gep(room, [writer.index(r * TURN + k * WORDS)])
+            there = b.gep(room, [writer.index(r * STRETCH + k * WORDS)])
             b.store(half, b.bitcast(there, words.as_pointer()), align=LINE_BITS // 8)
 
 
 @intrinsic(prefer_literal=True)
-def _stream(
-    typing: Any, rows: Any, first: Any, columns: Any, lane: Any, out: Any, shape: Any
+def _sweep(
+    typing: Any, rows: Any, first: Any, x: Any, column: Any, out: Any, shape: Any
 ) -> Any:
-    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], a tile of it.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], a tile of it.
 
     Rows come from memory, in either format, and have 32, 48, 64 … numbers. `shape` is
-    (rows, vectors, wide).
+    (rows, vectors, width).
     """
     many, *size = (each.literal_value for each in shape)
     bits = rows.dtype.bitwidth
     line = LINE_BITS // bits
-    lines = many * TURN // line
+    lines = many * STRETCH // line
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, _ = given
+        weight, start, inputs, at_column, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
-        inputs = b.extract_value(writer.array(rows, weight).shape, 1)
+        end = b.extract_value(writer.array(rows, weight).shape, 1)
         places = [b.add(start, index(r)) for r in range(many)]
-        room = cgutils.alloca_once(b, FLOAT, size=many * TURN)
+        room = cgutils.alloca_once(b, FLOAT, size=many * STRETCH)
         room.align = LINE_BITS // 8
-        last, steps = b.sub(inputs, index(TURN)), (index(0), inputs, index(TURN))
-        with cgutils.for_range_slice(b, *steps, inc=True) as (turn, _):
-            i = b.select(b.icmp_signed("<", turn, last), turn, last)
-            words = b.udiv(b.sub(turn, i), index(2)), index(WORDS)  # or half of them
+        last, steps = b.sub(end, index(STRETCH)), (index(0), end, index(STRETCH))
+        with cgutils.for_range_slice(b, *steps, inc=True) as (begin, _):
+            i = b.select(b.icmp_signed("<", begin, last), begin, last)
+            words = b.udiv(b.sub(begin, i), index(2)), index(WORDS)  # or half of them
             if bits == 16:
                 some = [writer.address(rows, weight, place, i) for place in places]
                 split(writer, some, room)
             later = b.add(i, index(SOON))
-            over = b.icmp_signed(">=", later, inputs)  # then it is the next rows' turn
-            column = b.select(over, b.sub(later, inputs), later)
+            over = b.icmp_signed(">=", later, end)  # then in the next rows
+            ahead = b.select(over, b.sub(later, end), later)
             row = b.add(start, b.select(over, index(many), index(0)))
             with cgutils.for_range_slice(b, *words, index(1), inc=True) as (j, _):
                 line_at = b.udiv(b.mul(j, index(lines)), index(WORDS))
                 for k in range(max(1, lines // WORDS)):
                     place = b.mul(b.add(line_at, index(k)), index(line))
-                    there = b.add(column, b.urem(place, index(TURN)))
-                    asked = b.add(row, b.udiv(place, index(TURN)))
+                    there = b.add(ahead, b.urem(place, index(STRETCH)))
+                    asked = b.add(row, b.udiv(place, index(STRETCH)))
                     writer.ask(writer.address(rows, weight, asked, there))
                 for k in range(2):
                     input_at = b.add(b.add(i, b.mul(j, index(2))), index(k))
                     if bits == 16:
-                        starts = range(k * WORDS, many * TURN, TURN)
+                        starts = range(k * WORDS, many * STRETCH, STRETCH)
                         numbers = [b.gep(room, [b.add(j, index(n))]) for n in starts]
                     else:
                         numbers = [
                             writer.address(rows, weight, r, input_at) for r in places
                         ]
-                    sums.add(numbers, columns, x, input_at, at_lane)
-        sums.store(out, told, start, at_lane)
+                    sums.add(numbers, x, inputs, input_at, at_column)
+        sums.store(out, told, start, at_column)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
-stream = cast(Any, _stream)
+sweep = cast(Any, _sweep)
 
 
 @intrinsic(prefer_literal=True)
@@ -671,32 +687,32 @@ def _tile(
     typing: Any,
     rows: Any,
     first: Any,
-    columns: Any,
-    lane: Any,
+    x: Any,
+    column: Any,
     out: Any,
     shape: Any,
 ) -> Any:
-    """out[first + r, lane:] = rows[first + r] * columns[:, lane:], for an even number.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], for an even number.
 
-    `shape` is (rows, vectors, wide, turned). Turned, a weight's rows are its columns.
+    `shape` is (rows, vectors, width, transposed): the rows of a weight, or its columns.
     """
-    many, *size, turned = (each.literal_value for each in shape)
+    many, *size, transposed = (each.literal_value for each in shape)
 
     def write(writer: Writer, given: Sequence[Any]) -> None:
-        weight, start, x, at_lane, told, _ = given
+        weight, start, inputs, at_column, told, _ = given
         index, b, sums = writer.index, writer.builder, Tile(writer, many, *size)
-        inputs = b.extract_value(writer.array(rows, weight).shape, int(not turned))
-        with cgutils.for_range_slice(b, index(0), inputs, index(2), inc=True) as (i, _):
+        end = b.extract_value(writer.array(rows, weight).shape, int(not transposed))
+        with cgutils.for_range_slice(b, index(0), end, index(2), inc=True) as (i, _):
             for k in range(2):
                 j = b.add(i, index(k))
                 places = [[b.add(start, index(r)), j] for r in range(many)]
-                pairs = (place[:: -1 if turned else 1] for place in places)
+                pairs = (place[:: -1 if transposed else 1] for place in places)
                 numbers = [writer.address(rows, weight, *pair) for pair in pairs]
-                sums.add(numbers, columns, x, j, at_lane)
-        sums.store(out, told, start, at_lane)
+                sums.add(numbers, x, inputs, j, at_column)
+        sums.store(out, told, start, at_column)
 
     i = types.intp
-    return written(types.void, [rows, i, columns, i, out, shape], write)
+    return written(types.void, [rows, i, x, i, out, shape], write)
 
 
 tile = cast(Any, _tile)

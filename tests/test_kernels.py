@@ -75,11 +75,11 @@ def test_the_small_ones(rows_, half, seed):
         kernels.gate(lanes(x), gated)
         assert close(rows(gated, rows_), model.gated(x), torch.float32)
         heads, angles = torch.randn(rows_, 5, 2 * half), 50 * torch.randn(rows_, half)
-        turned = lanes(heads.flatten(1))
-        kernels.rotate(turned, 6 * half, lanes(angles.cos()), lanes(angles.sin()))
+        rotated = lanes(heads.flatten(1))
+        kernels.rotate(rotated, 6 * half, lanes(angles.cos()), lanes(angles.sin()))
         wanted = model.rotate(heads[:, :3], *model.rotation(angles[:, None]))
         wanted = torch.cat((wanted, heads[:, 3:]), dim=1)
-        assert close(rows(turned, rows_), wanted.flatten(1), torch.float32)
+        assert close(rows(rotated, rows_), wanted.flatten(1), torch.float32)
         normed = lanes(heads.flatten(1))
         eps = np.float32(norm.eps)
         kernels.norm_heads(normed, kernels.norm_of((norm, 3)), eps, 2 * half)
@@ -319,7 +319,7 @@ def test_parts_are_shared_out(team, monkeypatch):
     """Each part is done once, by a team or without one; a failure is not lost."""
     monkeypatch.setattr(vectors, "HAS_TEAM", team and vectors.HAS_TEAM)
 
-    @vectors.shared
+    @vectors.in_parts
     def count(i, counts, broken):
         if i == broken:
             raise MemoryError
