@@ -92,6 +92,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -166,7 +167,13 @@ def label_of(function: Callable[..., Any]) -> str:
     used = [label_of(x.py_func) if hasattr(x, "py_func") else repr(x) for x in cells]
     code = function.__code__
     files = hash_of(__file__), hash_of(code.co_filename)
-    return sha256(repr((files, HAS_TEAM, code.co_code, *used)).encode()).hexdigest()
+    return sha256(repr((files, HAS_TEAM, parts_of(code), *used)).encode()).hexdigest()
+
+
+def parts_of(code: CodeType) -> tuple[object, ...]:
+    """Instructions, names and constants; of functions within it too."""
+    inner = [parts_of(x) if isinstance(x, CodeType) else x for x in code.co_consts]
+    return code.co_code, code.co_names, *inner
 
 
 # %% [markdown]
@@ -1730,9 +1737,8 @@ def as_lanes(x: Tensor) -> Any:
 
 def fill(out: Any, x: Tensor) -> Any:
     """Write [tokens, features] into [features, lanes]; lanes left over become 0."""
-    told = torch.from_numpy(out)
-    told[:, : len(x)] = x.t()
-    told[:, len(x) :] = 0
+    torch.from_numpy(out[:, : len(x)]).copy_(x.t())
+    out[:, len(x) :] = 0
     return out
 
 

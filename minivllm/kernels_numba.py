@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (33afa55d): edit the chapter.
+# Exported from chapters/19_kernels.py (b39752f7): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 from __future__ import annotations
@@ -562,9 +562,8 @@ def as_lanes(x: Tensor) -> Any:
 
 def fill(out: Any, x: Tensor) -> Any:
     """Write [tokens, features] into [features, lanes]; lanes left over become 0."""
-    told = torch.from_numpy(out)
-    told[:, : len(x)] = x.t()
-    told[:, len(x) :] = 0
+    torch.from_numpy(out[:, : len(x)]).copy_(x.t())
+    out[:, len(x) :] = 0
     return out
 
 

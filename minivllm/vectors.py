@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (8308b8ab): edit the chapter.
+# Exported from chapters/19_kernels.py (b770bc78): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -73,7 +74,13 @@ def label_of(function: Callable[..., Any]) -> str:
     used = [label_of(x.py_func) if hasattr(x, "py_func") else repr(x) for x in cells]
     code = function.__code__
     files = hash_of(__file__), hash_of(code.co_filename)
-    return sha256(repr((files, HAS_TEAM, code.co_code, *used)).encode()).hexdigest()
+    return sha256(repr((files, HAS_TEAM, parts_of(code), *used)).encode()).hexdigest()
+
+
+def parts_of(code: CodeType) -> tuple[object, ...]:
+    """Instructions, names and constants; of functions within it too."""
+    inner = [parts_of(x) if isinstance(x, CodeType) else x for x in code.co_consts]
+    return code.co_code, code.co_names, *inner
 
 
 TEAM, CLOCK = "GOMP_parallel", "omp_get_wtime"

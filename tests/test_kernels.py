@@ -382,3 +382,47 @@ def test_kernels_are_saved_by_one_at_a_time(tmp_path):
     for thread in threads:
         thread.join()
     assert index.read_text() == "8"
+
+
+def adding(n):
+    return lambda x: x + n
+
+
+def test_a_label_is_of_all_that_code_says():
+    """Kept code is found by it: two that differ in anything must not share one."""
+    kinds = [
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: x - 1,
+        lambda x: x.real + 1,
+        lambda x: x.imag + 1,
+        lambda x: (lambda y: y + 1)(x),
+        lambda x: (lambda y: y + 2)(x),
+        *map(adding, (1, 2)),
+    ]
+    labels = [vectors.label_of(each) for each in kinds]
+    assert len(set(labels)) == len(labels)
+    assert vectors.label_of(kinds[5]) == labels[5]
+
+
+LABELS = """
+from minivllm import kernels_numba, vectors
+found = {**vars(vectors), **vars(kernels_numba)}
+made = [kernels_numba.make_multiply(8), kernels_numba.make_layers(8, 64, 3)]
+kinds = [x for x in [*found.values(), *made] if hasattr(x, "py_func")]
+print(*sorted(vectors.label_of(x.py_func) for x in kinds), sep="\\n")
+"""
+
+
+def test_a_label_is_the_same_in_each_process():
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", LABELS],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and len(told[0].split()) > 10
