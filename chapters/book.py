@@ -45,6 +45,7 @@ KERNEL_OPTIONS = {  # the same outputs everywhere, nothing downloaded, no progre
 }
 DARK = "<style>@media (prefers-color-scheme:dark){svg{color:#e6e6e6}}</style>"
 COMMAND = "python chapters/book.py"
+RECORD = re.compile(r"figures/(?:measured|published)/[\w.-]+\.json")
 
 
 # ---- The package on disk -------------------------------------------------------------
@@ -236,7 +237,7 @@ def _digest(data: Any) -> str:
 
 
 def _key(root: Path, path: Path) -> str:
-    """A digest of what outputs depend on: the code and the modules that it imports."""
+    """A digest of what outputs depend on: code, imported modules, records it names."""
     code = [cell for cell in read_cells(path) if cell.kind == "code"]
     modules = build_package(root, int(path.name[:2]))
     used: set[str] = set()
@@ -246,7 +247,11 @@ def _key(root: Path, path: Path) -> str:
         todo += [ast.parse(modules[name].text) for name in names & {*modules} - used]
         used |= names & {*modules}
     parts = [[c.source, "raises-exception" in c.meta.get("tags", [])] for c in code]
-    return _digest([parts, [[name, modules[name].text] for name in sorted(used)]])
+    named = {name for cell in code for name in RECORD.findall(cell.source)}
+    records = [root / name for name in sorted(named) if (root / name).is_file()]
+    texts = [modules[name].text for name in sorted(used)]
+    texts += [exporter.read_text(path) for path in records]
+    return _digest([parts, sorted(used), [path.name for path in records], texts])
 
 
 def stale(root: Path) -> list[str]:

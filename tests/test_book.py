@@ -658,6 +658,21 @@ def test_outputs_are_stale_when_code_or_an_imported_module_changes(ran: Path) ->
     assert fresh("nothing", "at all") == [True, True]
 
 
+def test_outputs_are_stale_when_a_record_changes(ran: Path) -> None:
+    """Protects from numbers of an older measurement; no other chapter is concerned."""
+    first, second = sorted((ran / "chapters").glob("*.py"))
+    more = '\n# %%\nrecord = Path("../figures/measured/x.json").read_text()\n'
+    first.write_text(first.read_text(encoding="utf-8") + more, encoding="utf-8")
+    record, keys = ran / "figures" / "measured" / "x.json", []
+    record.parent.mkdir(parents=True, exist_ok=True)
+    for text in ("1", "2", "2\r\n", "2\n"):
+        record.write_bytes(text.encode())
+        keys.append((book._key(ran, first), book._key(ran, second)))
+    assert len({of_first for of_first, _ in keys[:3]}) == 3
+    assert keys[2] == keys[3], "line ends are the machine's"
+    assert len({of_second for _, of_second in keys}) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
