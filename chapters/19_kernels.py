@@ -75,7 +75,7 @@ print(f"a norm of one token reads {smollm2.hidden_size * 4 / 1e3:.1f} kB")
 print("PyTorch:", pace("torch"))
 
 # %% [markdown]
-# [54](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
+# [45](#slow) microseconds for [2.3](#slow) kB, and contexts far below the speed of memory. A norm is
 # several calls inside PyTorch. Each reads its input, writes an output for the next one, and costs some
 # microseconds before it begins. Attention gathers keys into a copy, and then reads the copy.
 #
@@ -2323,11 +2323,12 @@ for dtype, size in (("float32", 4), ("bfloat16", 2)):
         )
 
 # %% [markdown]
-# A norm takes [8](#won) microseconds instead of [54](#won), and adds to the stream besides. Contexts are read at
-# [18.4](#won) GB a second instead of [7.0](#won), and the weights of one request in float32 at [27](#won), as fast as memory gives
-# them. With sixteen requests half the bytes win less than half: the 16-bit products take [18](#won) ms, and the
-# others [23](#won). Every weight is multiplied sixteen times, whatever its format. PyTorch's own 16-bit products take
-# [82](#won) ms, twice its [41](#won) in float32, for half the bytes: remember that when bfloat16 is held against transformers below.
+# A norm takes [6](#won) microseconds instead of [45](#won), and adds to the stream besides. Contexts are read
+# at [20.2](#won) GB a second instead of [8.9](#won), and the weights of one request in float32 at [30](#won), as fast
+# as memory gives them. With sixteen requests half the bytes win less than half: the 16-bit products take
+# [16](#won) ms, and the others [20](#won). Every weight is multiplied sixteen times, whatever its format.
+# PyTorch's own 16-bit products take [79](#won) ms, more than twice its [34](#won) in float32, for half the bytes:
+# remember that when bfloat16 is held against transformers below.
 #
 # How far is a step from what its bytes need, at 25 GB a second?
 
@@ -2400,8 +2401,8 @@ for row in record["rows"]:
 #
 # The record was made on a machine that others use too: the ratios of one row can differ by a tenth and more
 # from one reading to the next, and so will yours. A step of many requests takes longer than its bytes, and
-# the excess is spread: with sixteen in float32 [6](#bound) ms lie in the products, [5](#bound) in the
-# contexts, [3](#bound) in the head, and the rest in what lies between. Some processors have instructions
+# the excess is spread: with sixteen in float32 [3](#bound) ms lie in the products, as much in the
+# contexts, [1](#bound) in the head, and the rest in what lies between. Some processors have instructions
 # that multiply pairs of 16-bit numbers, and matrices of them, which these kernels do not use. Weights of 8
 # or 4 bits stay in the file, and are widened when they are loaded. On a GPU contexts are still gathered.
 # And the first step after an installation waits for the compiler, and so does the first of each format and
