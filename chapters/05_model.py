@@ -767,7 +767,7 @@ print("the same rows:        ", verdict(*rows))
 # The decoder's weights are read from memory in every step, and with few tokens in the batch that
 # reading is the step's time. Query, key and value are three layers of one input, as are gate
 # and up: three passes over small matrices, or one over a larger one. And oneDNN, PyTorch's
-# library for CPUs, reads weights faster that lie in the blocks of its own kernels. So a `Product`
+# library for CPUs, reads weights faster that lie in an order of its own. So a `Product`
 # begins as its layers, one by one, under the names of the checkpoint. `pack` joins their weights.
 
 # %% export="linear.py"

@@ -22,8 +22,8 @@ print(
 #
 # - *Which* of the file's arrays is which weight, and is each in the order we expect?
 # - What turns text into token ids, and are they the ids that the model was trained on?
-# - From one logit for each word of the vocabulary, which token?
 # - When is a run of token ids text again, and when does it end?
+# - From one logit for each word of the vocabulary, which token?
 #
 # A wrong answer to the first need not raise an error. It may produce a model that talks
 # slightly worse, and you will see one. At the end of the chapter the four answers are put together.
@@ -75,7 +75,7 @@ def progress_bar(
 # A name can mean three things: the book's default model `smollm2`, which was installed as
 # an ordinary Python package; a path on disk; or a repository on the Hugging Face hub.
 # Whatever it is, the result is a folder or a GGUF file. If it is nothing, the message says
-# what was tried.
+# what to give.
 
 # %% export="loader.py"
 """From a model's name to a `Decoder` with its weights.
@@ -378,8 +378,9 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
 # ## GGUF
 #
 # A GGUF file holds everything in one piece: shape, vocabulary and weights. The weights are often
-# *quantised*. In ours (`Q4_1`) each is a number from 0 to 15, and 32 neighbours in a row share a
-# scale and an offset that make a float of it. The `gguf` package knows two dozen such formats
+# *quantised*. In ours most matrices are `Q4_1`: each weight is a number from 0 to 15, and 32 neighbours in a
+# row share a scale and an offset that make a float of it. (The embedding has 8 bits, and the norms are plain
+# floats.) The `gguf` package knows two dozen such formats
 # and unpacks them. Two things are ours to know. The names are others, and in Llama models the
 # rows of the query and key projections lie in another order.
 #
@@ -408,11 +409,28 @@ GGUF_NAMES = {
 }
 
 
-class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
-    """The package's reader on a plain array, where every list is one part.
+# %% [markdown]
+# One more thing is ours to do. The package makes two arrays of every string in a list, and one of every number.
+# How many are that?
 
-    The package makes a part of each string, 250,000 for a vocabulary, and slices a
-    memmap for it. Raises `EOFError` for what lies beyond the end.
+# %% name="parts"
+from gguf import GGUFReader
+
+fields = GGUFReader(str(gguf_path)).fields
+for key in ("tokens", "merges", "token_type"):
+    parts = fields[f"tokenizer.ggml.{key}"].parts
+    print(f"{len(parts):7} arrays for {key}")
+
+# %% [markdown]
+# To make them takes longer than to read the weights, and they stay in memory. So our reader keeps a list as one
+# array, and `words` cuts strings out of it when they are asked for. It also looks whether the file is long enough.
+
+
+# %% export="loader.py"
+class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
+    """The package's reader on a plain array; a list of strings or numbers is one part.
+
+    Raises `EOFError` for what lies beyond the end of the file.
     """
 
     @property
@@ -517,7 +535,8 @@ class GGUFFile:
 # %% [markdown]
 # Its tensors come out one at a time, renamed, each with a function that writes it to its place, unpacked and
 # with its rows in our order. A matrix is unpacked a few rows at a time, straight into the number format
-# that is wanted: whole, it would stand in memory as float32 two or three times beside the model.
+# that is wanted: whole, it would stand in memory as float32 two or three times beside the model. (Queries'
+# and keys' rows wait in a copy of their matrix, to be put in order.)
 # And what was read of the file is let go, for a mapped file counts as the process's memory.
 
 
@@ -606,8 +625,8 @@ rows = torch.arange(8.0)[:, None]
 print([int(i) for i in _unpermute(rows, 1).flatten()])
 
 # %% [markdown]
-# Row 0 turned with its neighbour 1 in the file, and turns with the row four places on here. The
-# shape comes from the file's metadata, and again everything that would change the numbers is either
+# In the file row 0 turns with its neighbour, row 1. Here row 1 stands four places further on, where the
+# decoder looks for it. The shape comes from the file's metadata, and again everything that would change the numbers is either
 # handled or refused.
 
 
@@ -659,8 +678,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 #
 # The decoder is built without memory (on PyTorch's `meta` device). Then every parameter gets its
 # place, where those lie side by side that will be read together, and each tensor is copied there as it
-# arrives. So the model exists once, not twice, and nothing is laid out anew when all is there. The memory
-# comes from whoever is going to run the model (`empty`). At the end every parameter must have been filled.
+# arrives. So the model exists once while it is loaded. Chapter 19's kernels take it as it lies; for PyTorch's
+# products, chapter 5's `pack` still lays it out anew, one product after the other. The memory comes from whoever is going to run the model (`empty`). At the end every parameter must have been filled.
 # One exception is common: a *tied* head, which is the
 # embedding matrix used a second time, and need not be in the file.
 
@@ -710,7 +729,8 @@ def stretch(model: Decoder, factors: Tensor | None) -> None:
 
 
 # %% [markdown]
-# Every tensor of the file must find its place, and every place its tensor.
+# Every tensor of the file must find its place, but for a tied head's second copy and the rotation's frequencies
+# in older files, which we compute. And every place must find its tensor.
 
 
 # %% export="loader.py"
@@ -1160,15 +1180,15 @@ other = end_to_end(alone, points) != end_to_end(beside, points)
 print(f"{other.sum()} of {len(points)} draws are other tokens")
 
 # %% [markdown]
-# Each border is the sum of all probabilities before it, and moves with all of them. Among 49,152 borders
-# there is often one that moves across the number. Texts of a few hundred tokens would come apart.
+# Each border is the sum of all probabilities before it, and moves with all of them. Among 49,152 borders one
+# moves across the number now and then, and once is enough: behind it the texts are different.
 #
-# So we let the tokens play a tournament. In each round the vocabulary is folded in half, and
-# the two halves are added, number by number, until one number is left: the whole. Then we go
-# back. At the whole, a first random number says which half the token lies in, with the halves'
-# weights as the odds; at each fold another number says which of the two that were added. For 49,152
-# tokens that takes [16](#folds) numbers and as many decisions, instead of one decision among 49,152. A decision
-# changes only when its own number falls between the old odds and the new ones.
+# So tokens are drawn by folding. The weights are filled up with zeros to a power of two. In each round they
+# are folded in half, and the two halves are added, number by number, until one number is left: the whole. Then
+# we go back. The whole was a sum of two, that of the even tokens and that of the odd ones: a first random number
+# says which, with the two as the odds. At each fold before it another number says which of the two
+# that were added. For 49,152 tokens that takes [16](#folds) numbers and as many decisions, instead of one
+# decision among 49,152. A decision changes only when its own number falls between the old odds and the new ones.
 # (A noise for each token, of which the largest wins, would do as well, and cost 49,152 numbers a
 # row. vLLM does that, where a GPU makes them.)
 
@@ -1226,13 +1246,13 @@ size = num_points(49_152)
 other = 0
 for _ in range(200):
     points = torch.rand(100, size, dtype=torch.float64)
-    there, here = (draw(row.expand(100, -1), points) for row in probs)
-    other += int((there != here).sum())
+    first, second = (draw(row.expand(100, -1), points) for row in probs)
+    other += int((first != second).sum())
 print(f"{size} numbers; {other} of 20000 draws are other tokens")
 
 # %% [markdown]
-# The sums take 64 bits: in 32, tokens less likely than a ten millionth would vanish between the
-# others. A token of weight zero is never drawn. If it lies in the near half, the point is not below
+# The sums take 64 bits: in 32, what is ten million times smaller than the number that it is added to would be
+# lost. A token of weight zero is never drawn. If it lies in the near half, the point is not below
 # zero; if in the far one, the sum is the near weight, and the point is below that.
 
 # %% name="borders"
@@ -1418,7 +1438,7 @@ for options in [
 #
 # ### What may be drawn at all
 #
-# `min_p` keeps the tokens at least that many times as likely as the likeliest. `top_k` keeps the
+# `min_p` keeps the tokens that have at least this share of the likeliest one's probability. `top_k` keeps the
 # k likeliest of these. `top_p` takes what is left, likeliest first, and keeps a token as long as
 # those before it have not reached that much probability. The order matters (it is vLLM's). Each
 # cut is made for the rows that ask for it, all at once. Tokens that are exactly as likely as

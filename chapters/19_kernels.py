@@ -82,7 +82,8 @@ print("PyTorch:", pace("torch"))
 # What helps is known from every GPU: do in one call, in one pass over the numbers, what belongs together.
 # Such a function is called a *kernel*, and this chapter writes those of a CPU in Python.
 # [Numba](https://numba.pydata.org) compiles a function of loops when it is first called, and keeps the code
-# on disk. It translates the function into LLVM's instructions, and LLVM turns these into the processor's.
+# on disk. It translates the function into the instructions of LLVM, a library that many compilers share, and LLVM
+# turns these into the processor's. The best of those work on *vectors*: some numbers side by side, here 16.
 
 # %% export="vectors.py"
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
@@ -135,8 +136,9 @@ def compiled(function: Kernel, inline: str = "never") -> Kernel:
 # `fastmath` allows sums in another order, which is what vectors of 16 numbers need; `numpy` as error
 # model divides by 0 as NumPy does, without a test in each pass of the loop.
 #
-# What is kept on disk takes two cares. Processes save one after the other. And a kernel that uses others is
-# found again by its code and theirs: Numba's own label for it is new in each process.
+# What is kept on disk takes three cares. Processes save one after the other. Each kernel's name ends in a label,
+# for a linker must not meet one name twice. And by this label, made of its code and that of the kernels it uses,
+# it is found again: Numba's own label for it is new in each process.
 
 
 # %% export="vectors.py" tags=["hide-input"]
@@ -161,13 +163,18 @@ def hash_of(file: str) -> str:
 def label_of(function: Callable[..., Any]) -> str:
     """The same for the same code in each process, and another for any other.
 
-    Numba's own label for a function that uses other kernels is new in each process.
+    Numbers that the code finds in its module count, and the two files. Kernels that it
+    takes from further files do not.
     """
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     used = [label_of(x.py_func) if hasattr(x, "py_func") else repr(x) for x in cells]
     code = function.__code__
     files = hash_of(__file__), hash_of(code.co_filename)
-    return sha256(repr((files, HAS_TEAM, parts_of(code), *used)).encode()).hexdigest()
+    named = [(name, function.__globals__.get(name)) for name in code.co_names]
+    kinds: Any = int | float | str | tuple | np.generic
+    plain = [pair for pair in named if isinstance(pair[1], kinds)]
+    told = files, HAS_TEAM, parts_of(code), plain, *used
+    return sha256(repr(told).encode()).hexdigest()
 
 
 def parts_of(code: CodeType) -> tuple[object, ...]:
@@ -182,7 +189,8 @@ def parts_of(code: CodeType) -> tuple[object, ...]:
 # Loops do not say everything that a kernel needs. The rest is said in LLVM's instructions. A function marked
 # `@intrinsic` runs while a kernel that calls it is being *compiled*. It is told the types of the arguments, and
 # names the result's. Then its `generate` gets a `builder`: each method of that writes one
-# instruction into the kernel. Here is one. How often will it print?
+# instruction into the kernel. What it returns is no number yet, but the name of a result, for the next
+# instruction to use. Here is one. How often will it print?
 
 
 # %% name="intrinsic"
@@ -241,8 +249,8 @@ HAS_TEAM = has_team()
 
 
 # %% [markdown]
-# A team is called by `GOMP_parallel`: with a function, and one address of what it needs. So what is given
-# is packed into one place on the stack, and a new function, `member`, unpacks it. Every member takes the
+# A team is called by `GOMP_parallel`: with a function, and one address of what it needs. (`bitcast` is about
+# addresses: it says of what they are, and changes no bit.) So what is given is packed into one place on the stack, and a new function, `member`, unpacks it. Every member takes the
 # next part that nobody has taken, until there is none: a slower core takes fewer. Taking a part is one
 # instruction (`atomic_rmw`) that no other core can come between.
 
@@ -360,7 +368,7 @@ now = cast(Any, _now)  # seconds, by the team's clock; without a team there is n
 # work.
 #
 # What goes from layer to layer, and what each adds its results to, is the *residual stream*, or the stream
-# for short. This kernel adds to it and normalises it:
+# for short. This kernel adds to it, and writes it, normalised, into another array:
 
 
 # %% export="kernels_numba.py"
@@ -622,8 +630,7 @@ class VectorModel(models.PrimitiveModel):
 
 
 # %% [markdown]
-# The instructions are written by a `Writer`. It finds an address in an array, and a vector there. What it returns
-# are no numbers yet, but names of results, for the next instruction:
+# The instructions are written by a `Writer`. It finds an address in an array, and a vector there:
 
 
 # %% export="vectors.py" tags=["hide-input"]
@@ -961,7 +968,7 @@ def weigh(scores: Any) -> Any:
 
 
 # %% [markdown]
-# So a piece is read twice, first its keys and then its values. All heads meet some slots before the next
+# So a core goes through a piece's slots twice, for the keys and then for the values. All heads meet some slots before the next
 # ones are read, for the heads of a slot lie side by side.
 
 
@@ -1074,7 +1081,10 @@ class StepPlan(Plan):
 
 # %% export="kernels_numba.py" tags=["hide-input"]
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
-    """Cut the contexts of a step into pieces; those that are shared, once."""
+    """Cut the contexts of a step into pieces; those that are shared, once.
+
+    `memory` is for other backends.
+    """
     tables = slot_tables(plan.chunks, page_size)
     singles = [(i, c) for i, c in enumerate(plan.chunks) if c.num_new == 1]
     runs, readers, starts = find_runs(singles, page_size)
@@ -1186,7 +1196,7 @@ draw_rows(
     rows,
     unit=1.4,
     caption="Three contexts, cut up: the numbers are tokens that a core reads in one go. "
-    "A and B share 480 tokens (blue), which are read once for both, one K/V head after the other.",
+    "A and B share 480 tokens (blue), which are read once for both, head by head.",
 )
 
 # %% [markdown]
@@ -1467,7 +1477,7 @@ def _tile(
     out: Any,
     shape: Any,
 ) -> Any:
-    """out[first + r, column:] = rows[first + r] * x[:, column:], for an even number.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], of an even length.
 
     `shape` is (rows, vectors, width, transposed): the rows of a weight, or its columns.
     """
@@ -1660,7 +1670,7 @@ def merge(
 
 # %% [markdown]
 # With a prompt of 512 tokens what counts is arithmetic. That is PyTorch's float32 product, for either
-# format: 16-bit weights are widened first, layer by layer. Both ways take the weights as the checkpoint has
+# format: 16-bit weights are widened first, product by product. Both ways take the weights as the checkpoint has
 # them, so there is one copy, and both know the lanes: weight times [inputs, lanes] is a product of two
 # matrices.
 
@@ -1872,12 +1882,12 @@ def make_find(head_dim: int, group: int) -> Callable[..., None]:
         slots, tables, pieces, runs, readers, order, ends, merged = plan
         keys, values = memory
         averages, log_sums = found
-        own, number = len(pieces), keys.shape[1] // head_dim * len(runs)
+        own, num_jobs = len(pieces), keys.shape[1] // head_dim * len(runs)
         write(heads, len(out), slots, keys, values)
         attend(own, heads, keys, values, tables, pieces, averages, log_sums)
-        if number:
+        if num_jobs:
             told = averages[own:], log_sums[own:], ends, out
-            attend_together(number, heads, keys, values, tables, runs, readers, *told)
+            attend_together(num_jobs, heads, keys, values, tables, runs, readers, *told)
         if len(merged):
             merge(averages.shape[1], averages, log_sums, merged, order, ends, out)
 
@@ -2353,7 +2363,9 @@ print(
 )
 
 # %% [markdown]
-# And beside transformers, with the same weights?
+# One float32 request is a little below it, for its weights came at [30](#won) GB a second. With sixteen requests
+# the step takes [1.3](#bound) times its bytes in float32, and [2.0](#bound) in bfloat16: half the bytes, and the
+# same arithmetic. And beside transformers, with the same weights?
 
 # %% name="ratios"
 for row in record["rows"]:

@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (b39752f7): edit the chapter.
+# Exported from chapters/19_kernels.py (0f62e207): edit the chapter.
 """Kernels for a CPU, compiled by Numba: a step, layer by layer."""
 
 from __future__ import annotations
@@ -239,7 +239,10 @@ class StepPlan(Plan):
 
 
 def arrange(plan: Plan, page_size: int, memory: Tensor) -> Plan:
-    """Cut the contexts of a step into pieces; those that are shared, once."""
+    """Cut the contexts of a step into pieces; those that are shared, once.
+
+    `memory` is for other backends.
+    """
     tables = slot_tables(plan.chunks, page_size)
     singles = [(i, c) for i, c in enumerate(plan.chunks) if c.num_new == 1]
     runs, readers, starts = find_runs(singles, page_size)
@@ -658,12 +661,12 @@ def make_find(head_dim: int, group: int) -> Callable[..., None]:
         slots, tables, pieces, runs, readers, order, ends, merged = plan
         keys, values = memory
         averages, log_sums = found
-        own, number = len(pieces), keys.shape[1] // head_dim * len(runs)
+        own, num_jobs = len(pieces), keys.shape[1] // head_dim * len(runs)
         write(heads, len(out), slots, keys, values)
         attend(own, heads, keys, values, tables, pieces, averages, log_sums)
-        if number:
+        if num_jobs:
             told = averages[own:], log_sums[own:], ends, out
-            attend_together(number, heads, keys, values, tables, runs, readers, *told)
+            attend_together(num_jobs, heads, keys, values, tables, runs, readers, *told)
         if len(merged):
             merge(averages.shape[1], averages, log_sums, merged, order, ends, out)
 

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (c3b6f63b): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (cc086c1b): edit the chapter.
 """From a model's name to a `Decoder` with its weights.
 
 Reads Hugging Face folders (config.json and safetensors, one file or several) and GGUF
@@ -275,10 +275,9 @@ GGUF_NAMES = {
 
 
 class PlainReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
-    """The package's reader on a plain array, where every list is one part.
+    """The package's reader on a plain array; a list of strings or numbers is one part.
 
-    The package makes a part of each string, 250,000 for a vocabulary, and slices a
-    memmap for it. Raises `EOFError` for what lies beyond the end.
+    Raises `EOFError` for what lies beyond the end of the file.
     """
 
     @property

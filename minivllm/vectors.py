@@ -1,4 +1,4 @@
-# Exported from chapters/19_kernels.py (b770bc78): edit the chapter.
+# Exported from chapters/19_kernels.py (f2d59ed4): edit the chapter.
 """Numba's ways made ours: threads, formats, and vectors that a kernel can name."""
 
 from __future__ import annotations
@@ -68,13 +68,18 @@ def hash_of(file: str) -> str:
 def label_of(function: Callable[..., Any]) -> str:
     """The same for the same code in each process, and another for any other.
 
-    Numba's own label for a function that uses other kernels is new in each process.
+    Numbers that the code finds in its module count, and the two files. Kernels that it
+    takes from further files do not.
     """
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     used = [label_of(x.py_func) if hasattr(x, "py_func") else repr(x) for x in cells]
     code = function.__code__
     files = hash_of(__file__), hash_of(code.co_filename)
-    return sha256(repr((files, HAS_TEAM, parts_of(code), *used)).encode()).hexdigest()
+    named = [(name, function.__globals__.get(name)) for name in code.co_names]
+    kinds: Any = int | float | str | tuple | np.generic
+    plain = [pair for pair in named if isinstance(pair[1], kinds)]
+    told = files, HAS_TEAM, parts_of(code), plain, *used
+    return sha256(repr(told).encode()).hexdigest()
 
 
 def parts_of(code: CodeType) -> tuple[object, ...]:
@@ -699,7 +704,7 @@ def _tile(
     out: Any,
     shape: Any,
 ) -> Any:
-    """out[first + r, column:] = rows[first + r] * x[:, column:], for an even number.
+    """out[first + r, column:] = rows[first + r] * x[:, column:], of an even length.
 
     `shape` is (rows, vectors, width, transposed): the rows of a weight, or its columns.
     """

@@ -405,6 +405,18 @@ def test_a_label_is_of_all_that_code_says():
     assert vectors.label_of(kinds[5]) == labels[5]
 
 
+def test_a_label_knows_numbers_that_come_from_elsewhere(monkeypatch):
+    """Kept code has them in it, wherever they were imported from."""
+    labels = set()
+    for value in (2, 3, 2.5, np.float32(2.5), (1, 2)):
+        monkeypatch.setitem(globals(), "IMPORTED", value)
+        labels.add(vectors.label_of(lambda x: x * IMPORTED))
+    assert len(labels) == 5
+
+
+IMPORTED = 0
+
+
 LABELS = """
 from minivllm import kernels_numba, vectors
 found = {**vars(vectors), **vars(kernels_numba)}
