@@ -933,7 +933,8 @@ class ModelConfig(ModelConfig):
 
     def _check(self, name: str, kind: type[int] | type[float]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
+        fits = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not fits or not 0 < value < math.inf:
             raise ValueError(
                 f"{name} must be a positive {kind.__name__}, not {value!r}"
             )

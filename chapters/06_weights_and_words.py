@@ -86,13 +86,14 @@ raises `LoadError`, by name: nothing is skipped in silence.
 """
 
 import json
+import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -201,6 +202,7 @@ except LoadError as error:
 
 # %% export="loader.py"
 FAMILIES = ("llama", "qwen2", "qwen3")
+Kind = TypeVar("Kind", list[Any], dict[str, Any])
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -212,19 +214,23 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder}: unknown architecture {family!r} (known: {', '.join(FAMILIES)})"
         )
     _refuse(folder, raw)
-    rope, heads = raw.get("rope_parameters") or {}, raw["num_attention_heads"]
-    theta, vocab = _given(raw, "rope_theta", 10_000.0), raw["vocab_size"]
+    rope, heads = (
+        table_or_list(raw, "rope_parameters", dict),
+        whole(raw, "num_attention_heads"),
+    )
+    hidden, vocab = whole(raw, "hidden_size"), whole(raw, "vocab_size")
+    theta = _given(raw, "rope_theta", 10_000.0)
     tied = _given(raw, "tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise LoadError(f"{folder}: tie_word_embeddings is neither true nor false")
     return ModelConfig(
         vocab_size=vocab,
-        hidden_size=raw["hidden_size"],
+        hidden_size=hidden,
         intermediate_size=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=_given(raw, "num_key_value_heads", heads),
-        head_dim=_given(raw, "head_dim", _default_head_dim(raw)),
+        head_dim=_given(raw, "head_dim", 128 if family == "qwen3" else hidden // heads),
         max_context=_given(raw, "max_position_embeddings", 2048),
         rope_theta=_given(rope, "rope_theta", theta),
         rope_scaling=_rope_scaling(folder, raw),
@@ -241,9 +247,17 @@ def _given(raw: Mapping[str, Any], key: str, usual: Any) -> Any:
     return usual if (value := raw.get(key)) is None else value
 
 
-def _default_head_dim(raw: dict[str, Any]) -> int:
-    shared = int(raw["hidden_size"]) // int(raw["num_attention_heads"])
-    return 128 if raw["model_type"] == "qwen3" else shared
+class Table(Protocol):
+    """What a file says of a model, by name."""
+
+    def __getitem__(self, key: str, /) -> Any: ...
+
+
+def whole(raw: Table, key: str) -> int:
+    """A number of things that must be said. Raises `ValueError` for anything else."""
+    if type(value := raw[key]) is not int or value < 1:
+        raise ValueError(f"{key} must be a whole number >= 1, not {value!r}")
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -267,8 +281,8 @@ def _refuse(folder: Path, raw: dict[str, Any]) -> None:
         "attention_bias": raw.get("attention_bias"),
         "mlp_bias": raw.get("mlp_bias"),
         "use_sliding_window": raw.get("use_sliding_window"),
-        "layer_types other than full_attention": set(raw.get("layer_types") or ())
-        - {"full_attention"},
+        "layer_types other than full_attention": raw.get("layer_types")
+        and set(table_or_list(raw, "layer_types", list)) - {"full_attention"},
         "quantization_config": raw.get("quantization_config"),
         f"hidden_act={raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
     }
@@ -278,13 +292,30 @@ def _refuse(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _rope_scaling(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    scaling = table_or_list(raw, key, dict)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return None
     if kind != "llama3":
         raise LoadError(f"{folder}/config.json: rope scaling {kind!r} is not supported")
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    numbers = [
+        *(scaling[name] for name in names),
+        scaling["original_max_position_embeddings"],
+    ]
+    fits = all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
+    if not fits or numbers[1] >= numbers[2]:
+        raise LoadError(f"{folder}/config.json: {key} is no scaling: {dict(scaling)}")
     return dict(scaling)
+
+
+def table_or_list(raw: dict[str, Any], key: str, kind: type[Kind]) -> Kind:
+    """What is under a key, if anything. Raises `ValueError` for another kind."""
+    value = raw.get(key) or kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"{key} must be a {kind.__name__}, not {value!r}")
+    return value
 
 
 # %% [markdown]
@@ -322,6 +353,7 @@ def end_tokens(source: Path, vocab: int, found: Iterable[object]) -> frozenset[i
 
 # %% export="loader.py"
 Write = Callable[[Tensor], object]  # a tensor of a file to its place
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def folder_tensors(folder: Path) -> Iterator[tuple[str, Sequence[int], Write]]:
@@ -341,6 +373,8 @@ def folder_tensors(folder: Path) -> Iterator[tuple[str, Sequence[int], Write]]:
             for name in names:
                 with safe_open(file, framework="pt") as shard:
                     tensor = shard.get_tensor(name)
+                if tensor.dtype not in PLAIN:
+                    raise ValueError(f"{name} has numbers of {tensor.dtype}")
                 ours = name.removeprefix("model.")
                 yield ours, tensor.shape, partial(_copy, tensor)
         except Exception as error:  # safetensors raises its own kinds for broken files
@@ -502,12 +536,11 @@ class GGUFFile:
         """A metadata value; a leading dot stands for the family's name."""
         key = f"{self.family}{key}" if key[0] == "." else key
         field = self._reader.fields.get(key)
-        if field is not None and field.types == [
-            GGUFValueType.ARRAY,
-            GGUFValueType.STRING,
-        ]:
-            return self.strings(key)
-        return default if field is None else field.contents()
+        with reading(f"{self.path}: {key}"):
+            if field is None:
+                return default
+            kinds = [GGUFValueType.ARRAY, GGUFValueType.STRING]
+            return self.strings(key) if field.types == kinds else field.contents()
 
     def __getitem__(self, key: str) -> Any:
         """The same of one that must be there: `KeyError`."""
@@ -515,21 +548,31 @@ class GGUFFile:
             raise KeyError(f"{self.family}{key}" if key[0] == "." else key)
         return value
 
+    def one_each(self, key: str, words: Sequence[str]) -> list[Any]:
+        """A metadata list with an entry for each token. Raises `LoadError`."""
+        if not isinstance(found := self[key], list) or len(found) != len(words):
+            raise LoadError(f"{self.path}: {key} has not one entry for each token")
+        return found
+
     def strings(self, key: str) -> list[str]:
         """A metadata list of strings."""
         *_, num, packed = self._reader.fields[key].parts
         return [str(word, "utf-8") for word in self._reader.words(packed, int(num[0]))]
 
+    def token_of(self, role: str, words: Sequence[str]) -> str | None:
+        """The word with a role, if there is one. Raises `LoadError` for a wrong id."""
+        i = self.get(f"tokenizer.ggml.{role}_token_id")
+        if i is not None and not 0 <= i < len(words):
+            raise LoadError(f"{self.path}: the {role} token {i} is no token")
+        return None if i is None else words[i]
+
     def special_tokens(self) -> dict[str, str]:
         """The words that begin a text, end it and so on, by transformers' names."""
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
         with reading(self.path):
-            ids = {
-                ours: self.get(f"tokenizer.ggml.{theirs}_token_id")
-                for theirs, ours in names.items()
-            }
             words = self.strings("tokenizer.ggml.tokens")
-            return {f"{k}_token": words[i] for k, i in ids.items() if i is not None}
+            found = {ours: self.token_of(role, words) for role, ours in names.items()}
+            return {f"{ours}_token": word for ours, word in found.items() if word}
 
 
 # %% [markdown]
@@ -650,7 +693,10 @@ def refuse_gguf(file: GGUFFile, head_dim: int) -> None:
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The shape of a GGUF model, from its metadata."""
-    heads, hidden = file[".attention.head_count"], file[".embedding_length"]
+    heads, hidden = (
+        whole(file, ".attention.head_count"),
+        whole(file, ".embedding_length"),
+    )
     vocab = file.num_embeddings()
     head_dim = file.get(".attention.key_length", hidden // heads)
     refuse_gguf(file, head_dim)
@@ -723,7 +769,8 @@ def stretch(model: Decoder, factors: Tensor | None) -> None:
     """Slow the rotation down, each frequency by its factor [head_dim / 2]."""
     if factors is not None:
         plain = model.frequencies
-        if factors.shape != plain.shape or not bool((factors > 0).all()):
+        fits = (factors > 0) & factors.isfinite()
+        if factors.shape != plain.shape or not bool(fits.all()):
             raise LoadError(f"{ROPE_FACTORS} must be {len(plain)} numbers above 0")
         model.frequencies = plain / factors.to(plain.device)
 
@@ -911,7 +958,10 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         raise LoadError(f"{file.path}: tokenizer {kind!r} with {pre!r} is not known")
     _add_special(tokenizer, file, words)
     if file.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in LLAMA3):
-        begin = words[file.get("tokenizer.ggml.bos_token_id")]
+        if (begin := file.token_of("bos", words)) is None:
+            raise LoadError(
+                f"{file.path}: a bos token is to be added, and there is none"
+            )
         ids = [(begin, tokenizer.token_to_id(begin))]
         tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
     return tokenizer
@@ -932,7 +982,7 @@ def _byte_pairs(file: GGUFFile, words: list[str], pre: str) -> Tokenizer:
 
 
 def _add_special(tokenizer: Tokenizer, file: GGUFFile, words: list[str]) -> None:
-    kinds = file.get("tokenizer.ggml.token_type")
+    kinds = file.one_each("tokenizer.ggml.token_type", words)
     for word, kind in zip(words, kinds, strict=True):
         token = AddedToken(word, normalized=False, special=kind == CONTROL)
         if kind == CONTROL:
@@ -952,14 +1002,14 @@ def _add_special(tokenizer: Tokenizer, file: GGUFFile, words: list[str]) -> None
 def _sentencepiece(file: GGUFFile, words: list[str]) -> Tokenizer:
     """Pieces of text, merged in the order of their scores."""
     ids = {word: i for i, word in enumerate(words)}
-    scores = file.get("tokenizer.ggml.scores")
+    scores = file.one_each("tokenizer.ggml.scores", words)
     cuts = ((w, w[:i], w[i:]) for w in words for i in range(1, len(w)))
     known = [
         (w, left, right) for w, left, right in cuts if left in ids and right in ids
     ]
     known.sort(key=lambda cut: (-scores[ids[cut[0]]], ids[cut[1]], ids[cut[2]]))
     merges = [(left, right) for _, left, right in known]
-    unknown = words[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = file.token_of("unknown", words) or words[0]
     model = models.BPE(
         ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
@@ -1487,7 +1537,7 @@ def cut_top_p(logits: Tensor, mass: Tensor, at_first: int = 1024) -> Tensor:
         if late[:, -1].all() or size >= logits.shape[-1]:
             break
         size *= 8
-    last = (~late).sum(-1, keepdim=True) - 1
+    last = ((~late).sum(-1, keepdim=True) - 1).clamp(min=0)  # the likeliest at least
     return drop_below(logits, logits.gather(-1, order.gather(-1, last)))
 
 

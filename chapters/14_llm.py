@@ -876,7 +876,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minivllm.loader import Checkpoint, GGUFFile, reading
+from minivllm.loader import Checkpoint, GGUFFile, LoadError, reading
 from minivllm.tokenizer import read_settings, special_tokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -968,6 +968,8 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     """The chat template of a folder or GGUF file; None where there is none."""
     if isinstance(checkpoint, GGUFFile):
         source = checkpoint.get("tokenizer.chat_template")
+        if source is not None and not isinstance(source, str):
+            raise LoadError(f"{checkpoint.path}: tokenizer.chat_template is no text")
     else:
         with reading(f"{checkpoint}: its chat template"):
             source = _folder_template(checkpoint)
@@ -1174,10 +1176,17 @@ class LLM:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
             return ModelRunner(decoder, num_pages, size, sampler, backend)
-        except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
+        except (
+            RuntimeError,
+            MemoryError,
+            OverflowError,
+            ValueError,
+            TypeError,
+        ) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
+                f"{num_pages} pages of {size} tokens do not fit in memory, "
+                f"lower num_pages or page_size: {reason}"
             ) from None
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -1663,7 +1672,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Let a TOML file give the defaults. `ValueError` names the file and the key."""
     takers: dict[Any, Any] = {p.name: p for p in context.command.params}
     if "stop" in takers:  # a stop string may hold spaces
-        takers["stop"].envvar_list_splitter = "\n"
+        takers["stop"].split_envvar_value = lambda text: text.strip("\n").split("\n")
     if path is None or context.resilient_parsing:
         return path
     try:
@@ -1683,6 +1692,9 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         if takers[name].multiple and not isinstance(value, list):
             value = [value]
         plain = [str(v) for v in value] if isinstance(value, list) else str(value)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, list | dict):
+                raise ValueError(f"{path}: {name} cannot be {each!r}")
         try:
             takers[name].process_value(context, plain)
         except typer.TyperException as error:

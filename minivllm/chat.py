@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (0946d691): edit the chapter.
+# Exported from chapters/14_llm.py (eadf9858): edit the chapter.
 """From a conversation to the text that the model was trained to continue."""
 
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minivllm.loader import Checkpoint, GGUFFile, reading
+from minivllm.loader import Checkpoint, GGUFFile, LoadError, reading
 from minivllm.tokenizer import read_settings, special_tokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -86,6 +86,8 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     """The chat template of a folder or GGUF file; None where there is none."""
     if isinstance(checkpoint, GGUFFile):
         source = checkpoint.get("tokenizer.chat_template")
+        if source is not None and not isinstance(source, str):
+            raise LoadError(f"{checkpoint.path}: tokenizer.chat_template is no text")
     else:
         with reading(f"{checkpoint}: its chat template"):
             source = _folder_template(checkpoint)

@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (eef93740): edit the chapter.
+# Exported from chapters/14_llm.py (2d05ef40): edit the chapter.
 """The command line: what all commands share, and `minivllm generate`."""
 
 import json
@@ -44,7 +44,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Let a TOML file give the defaults. `ValueError` names the file and the key."""
     takers: dict[Any, Any] = {p.name: p for p in context.command.params}
     if "stop" in takers:  # a stop string may hold spaces
-        takers["stop"].envvar_list_splitter = "\n"
+        takers["stop"].split_envvar_value = lambda text: text.strip("\n").split("\n")
     if path is None or context.resilient_parsing:
         return path
     try:
@@ -64,6 +64,9 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         if takers[name].multiple and not isinstance(value, list):
             value = [value]
         plain = [str(v) for v in value] if isinstance(value, list) else str(value)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, list | dict):
+                raise ValueError(f"{path}: {name} cannot be {each!r}")
         try:
             takers[name].process_value(context, plain)
         except typer.TyperException as error:

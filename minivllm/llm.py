@@ -1,4 +1,4 @@
-# Exported from chapters/14_llm.py (820a63e8): edit the chapter.
+# Exported from chapters/14_llm.py (c8b74006): edit the chapter.
 """The composition root: from names to a running engine, behind vLLM's three lines."""
 
 from __future__ import annotations
@@ -146,10 +146,17 @@ class LLM:
         size, sampler = self.options.page_size, Sampler(self.options.seed)
         try:
             return ModelRunner(decoder, num_pages, size, sampler, backend)
-        except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
+        except (
+            RuntimeError,
+            MemoryError,
+            OverflowError,
+            ValueError,
+            TypeError,
+        ) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"{num_pages} pages do not fit in memory, lower num_pages: {reason}"
+                f"{num_pages} pages of {size} tokens do not fit in memory, "
+                f"lower num_pages or page_size: {reason}"
             ) from None
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-# Exported from chapters/05_model.py (4e7b7e04): edit the chapter.
+# Exported from chapters/05_model.py (71627099): edit the chapter.
 """One decoder for Llama, Qwen2 and Qwen3, on flat batches of tokens.
 
 Parameters carry the names that Hugging Face checkpoints use, so that loading is a
@@ -53,7 +53,8 @@ class ModelConfig:
 
     def _check(self, name: str, kind: type[int] | type[float]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
+        fits = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not fits or not 0 < value < math.inf:
             raise ValueError(
                 f"{name} must be a positive {kind.__name__}, not {value!r}"
             )

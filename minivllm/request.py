@@ -1,4 +1,4 @@
-# Exported from chapters/01_kv_cache.py (40b66bb8): edit the chapter.
+# Exported from chapters/01_kv_cache.py (461de009): edit the chapter.
 """What was asked, and what comes back.
 
 Everything here is frozen or plain data. What changes while a request runs lives with
@@ -115,7 +115,9 @@ def _is_int(value: object, least: int, most: int = SEEDS) -> bool:
 
 
 def _is_real(value: Any, least: float, most: float = LARGEST) -> bool:
-    return isinstance(value, Real) and bool(least <= value <= most)  # type: ignore
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return bool(least <= value <= most)  # type: ignore[operator]
 
 
 def _is_bias(value: object) -> bool:
@@ -128,8 +130,8 @@ def _is_bias(value: object) -> bool:
 
 RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("max_tokens", lambda v: v is None or _is_int(v, 1), "a whole number >= 1"),
-    ("temperature", lambda v: _is_real(v, 0), "0 or more"),
-    ("top_k", lambda v: _is_int(v, -1), "0 or -1 (all tokens) or at least 1"),
+    ("temperature", lambda v: _is_real(v, 0), "from 0 to 3.4e38"),
+    ("top_k", lambda v: _is_int(v, -1), "0 or -1 (all tokens), or 1 to 2**64"),
     ("top_p", lambda v: _is_real(v, 0, 1) and v > 0, "in (0, 1]"),
     ("min_p", lambda v: _is_real(v, 0, 1), "in [0, 1]"),
     ("repetition_penalty", lambda v: _is_real(v, 0) and v > 0, "a number above 0"),
@@ -145,6 +147,7 @@ RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "0 or more, or -1 (all)",
     ),
     ("stop", lambda v: all(isinstance(s, str) and s for s in v), "non-empty text"),
+    ("ignore_eos", lambda v: isinstance(v, bool), "True or False"),
     ("stop_token_ids", lambda v: all(_is_int(t, 0) for t in v), "token ids"),
     ("logit_bias", lambda v: v is None or _is_bias(v), "token ids and their numbers"),
 ]

@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (5d1b2db3): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (f5aefc32): edit the chapter.
 """From logits to token ids, for a batch at once: each row as if it were alone."""
 
 from collections.abc import Callable, Iterable, Sequence
@@ -198,7 +198,7 @@ def cut_top_p(logits: Tensor, mass: Tensor, at_first: int = 1024) -> Tensor:
         if late[:, -1].all() or size >= logits.shape[-1]:
             break
         size *= 8
-    last = (~late).sum(-1, keepdim=True) - 1
+    last = ((~late).sum(-1, keepdim=True) - 1).clamp(min=0)  # the likeliest at least
     return drop_below(logits, logits.gather(-1, order.gather(-1, last)))
 
 

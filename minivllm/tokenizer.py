@@ -1,4 +1,4 @@
-# Exported from chapters/06_weights_and_words.py (97c947b9): edit the chapter.
+# Exported from chapters/06_weights_and_words.py (5fca1bcf): edit the chapter.
 """Text to token ids and back."""
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         raise LoadError(f"{file.path}: tokenizer {kind!r} with {pre!r} is not known")
     _add_special(tokenizer, file, words)
     if file.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in LLAMA3):
-        begin = words[file.get("tokenizer.ggml.bos_token_id")]
+        if (begin := file.token_of("bos", words)) is None:
+            raise LoadError(
+                f"{file.path}: a bos token is to be added, and there is none"
+            )
         ids = [(begin, tokenizer.token_to_id(begin))]
         tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, ids)
     return tokenizer
@@ -135,7 +138,7 @@ def _byte_pairs(file: GGUFFile, words: list[str], pre: str) -> Tokenizer:
 
 
 def _add_special(tokenizer: Tokenizer, file: GGUFFile, words: list[str]) -> None:
-    kinds = file.get("tokenizer.ggml.token_type")
+    kinds = file.one_each("tokenizer.ggml.token_type", words)
     for word, kind in zip(words, kinds, strict=True):
         token = AddedToken(word, normalized=False, special=kind == CONTROL)
         if kind == CONTROL:
@@ -147,14 +150,14 @@ def _add_special(tokenizer: Tokenizer, file: GGUFFile, words: list[str]) -> None
 def _sentencepiece(file: GGUFFile, words: list[str]) -> Tokenizer:
     """Pieces of text, merged in the order of their scores."""
     ids = {word: i for i, word in enumerate(words)}
-    scores = file.get("tokenizer.ggml.scores")
+    scores = file.one_each("tokenizer.ggml.scores", words)
     cuts = ((w, w[:i], w[i:]) for w in words for i in range(1, len(w)))
     known = [
         (w, left, right) for w, left, right in cuts if left in ids and right in ids
     ]
     known.sort(key=lambda cut: (-scores[ids[cut[0]]], ids[cut[1]], ids[cut[2]]))
     merges = [(left, right) for _, left, right in known]
-    unknown = words[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = file.token_of("unknown", words) or words[0]
     model = models.BPE(
         ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
     )

@@ -75,7 +75,7 @@ def test_a_stop_string_may_hold_spaces(command, seen, tmp_path, monkeypatch):
     file.write_text('stop = "a b"\nstop_token_ids = 7\n', encoding="utf-8")
     command("generate", "--prompt", "x", "--config", file)
     assert seen["stop"] == ["a b"] and seen["stop_token_ids"] == [7]
-    monkeypatch.setenv("MINIVLLM_STOP", "e 9\nend of")
+    monkeypatch.setenv("MINIVLLM_STOP", "e 9\nend of\n")
     monkeypatch.setenv("MINIVLLM_STOP_TOKEN_IDS", "1 2")
     for more in ((), ("--config", file)):
         command("generate", "--prompt", "x", *more)
@@ -102,6 +102,8 @@ def test_a_file_named_by_the_environment(command, seen, tmp_path, monkeypatch):
         ("page_size = true", "page_size: "),
         ("page_size = ", "cannot be read"),
         ("page_size = 4\npage-size = 8", "one key twice"),
+        ("stop = [['a', 'b']]", "stop cannot be"),
+        ("stop = {a = 1}", "stop cannot be"),
         (None, "cannot be read"),
     ],
 )

@@ -150,6 +150,7 @@ def test_each_family_has_the_same_logits(name, tmp_path):
         ({"llama.attention.value_length": 32}, "another size of values"),
         ({"llama.attention.value_length": 64, "llama.rope.scaling.factor": 0.0}, None),
         ({"tokenizer.ggml.eos_token_id": 64}, "the end token 64 is not in"),
+        ({"llama.attention.head_count": 0}, "head_count must be a whole number"),
     ],
 )
 def test_what_would_change_the_numbers(facts, named, weights, tmp_path):
@@ -159,6 +160,38 @@ def test_what_would_change_the_numbers(facts, named, weights, tmp_path):
         return
     with pytest.raises(LoadError, match=named):
         load(path)
+
+
+WORDS = {"model": "llama", "scores": [0.0] * SIZES.vocab_size}
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        (WORDS | {"bos_token_id": 5000}, "bos token 5000 is no token"),
+        (WORDS | {"unknown_token_id": 999}, "unknown token 999 is no token"),
+        (WORDS | {"token_type": [1, 1]}, "token_type has not one entry"),
+        ({"model": "llama", "scores": [0.0]}, "scores has not one entry"),
+        ({"chat_template": 5}, "chat_template is no text"),
+        ({"chat_template": ["a", "b"]}, "chat_template is no text"),
+    ],
+)
+def test_words_that_do_not_fit(facts, named, weights, tmp_path):
+    named_facts = {f"tokenizer.ggml.{k}": v for k, v in facts.items()}
+    if "chat_template" in facts:
+        named_facts = {"tokenizer.chat_template": facts["chat_template"]}
+    path = write_gguf(tmp_path / "x.gguf", SIZES, weights, facts=named_facts)
+    with pytest.raises(LoadError, match=named):
+        LLM(path, num_pages=4)
+
+
+def test_text_that_is_none_is_named(weights, tmp_path):
+    """A byte that is not UTF-8, in a text of the file."""
+    facts = {"tokenizer.chat_template": "MARKED"}
+    path = write_gguf(tmp_path / "x.gguf", SIZES, weights, facts=facts)
+    path.write_bytes(path.read_bytes().replace(b"MARKED", b"MAR\xffED"))
+    with pytest.raises(LoadError, match=r"x\.gguf: tokenizer\.chat_template cannot"):
+        LLM(path, num_pages=4)
 
 
 def test_a_file_that_is_cut_off_says_so(weights, tmp_path):
@@ -372,7 +405,7 @@ for path in paths:
     [
         ("float32", "auto", 1.3),
         ("bfloat16", "auto", 1.3),
-        ("float32", "torch", 1.6),  # a packed head is a copy while it is made, or tied
+        ("float32", "torch", 1.8),  # a packed head is a copy: for a while, or if tied
     ],
 )
 def test_a_model_is_in_memory_once(weights, tmp_path, dtype, kernels, limit):

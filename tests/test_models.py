@@ -50,6 +50,16 @@ def test_tied_heads(tmp_path):
         assert model.lm_head.weight is model.embed_tokens.weight
 
 
+UP = "model.layers.0.mlp.up_proj.weight"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -76,6 +86,19 @@ def test_tied_heads(tmp_path):
         ({"config": {"tie_word_embeddings": "false"}}, "tie_word_embeddings is"),
         ({"config": {"rope_parameters": {"rope_theta": 0}}}, "rope_theta must be"),
         ({"config": {"num_key_value_heads": 0}}, "num_kv_heads must be"),
+        ({"config": {"num_attention_heads": 0}}, "num_attention_heads must be"),
+        ({"config": {"hidden_size": None}}, "hidden_size must be"),
+        ({"config": {"rms_norm_eps": float("nan")}}, "norm_eps must be"),
+        ({"config": {"rms_norm_eps": float("inf")}}, "norm_eps must be"),
+        ({"config": {"rope_parameters": {"rope_theta": float("nan")}}}, "rope_theta"),
+        ({"config": {"rope_parameters": "x"}}, "rope_parameters must be a dict"),
+        ({"config": {"rope_scaling": "x"}}, "rope_scaling must be a dict"),
+        ({"config": {"layer_types": 5}}, "layer_types must be a list"),
+        ({"config": {"rope_scaling": LLAMA3 | {"factor": 0}}}, "is no scaling"),
+        ({"config": {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}}, "no scaling"),
+        ({"config": {"rope_scaling": {"rope_type": "llama3"}}}, "no 'factor'"),
+        ({UP: torch.ones(64, 48, dtype=torch.int8)}, "numbers of torch.int8"),
+        ({UP: torch.ones(64, 48, dtype=torch.bool)}, "numbers of torch.bool"),
         ({"config": {"head_dim": 0}}, "head_dim must be"),
         ({"config": {"eos_token_id": "x"}}, "the end token 'x' is not in"),
         ({"config": {"eos_token_id": [2, "a"]}}, "the end token 'a' is not in"),

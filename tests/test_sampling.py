@@ -275,6 +275,14 @@ def test_nothing_is_cut_off_unasked():
     assert found[0].isfinite().all() and int(found[1].isfinite().sum()) < 10
 
 
+@pytest.mark.parametrize("mass", [1e-50, 5e-324, 1e-45])
+def test_a_mass_of_nothing_keeps_the_likeliest(mass):
+    """It is 0 in 32 bits, and hurts nobody."""
+    logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
+    rows = [chunk(SamplingParams(top_p=mass)), chunk(SamplingParams(temperature=0))]
+    assert Sampler()(logits, rows) == [1, 1]
+
+
 def test_the_first_thousand_are_not_enough():
     """A flat distribution reaches its mass late: more are taken, to the last one."""
     logits = torch.randn(2, 20_000) / 100
@@ -468,6 +476,9 @@ def test_many_rows_are_scored_in_parts():
         {"logit_bias": {1: "2"}},
         {"logit_bias": {1: float("nan")}},
         {"logit_bias": {1: float("inf")}},
+        {"top_p": True},
+        {"ignore_eos": 5},
+        {"ignore_eos": "no"},
     ],
 )
 def test_bad_parameters_are_named(wrong):

@@ -221,6 +221,7 @@ def test_one_bad_prompt_submits_none(prompts, fault, make_llm):
         ({"device": "tpu"}, "tpu"),
         ({"dtype": "int8"}, "dtype"),
         ({"num_pages": 10**18}, "lower num_pages"),
+        ({"num_pages": 9, "page_size": 2**62, "kernels": "torch"}, "lower num_pages"),
     ],
 )
 def test_bad_options_are_named(options, fault, make_llm):
